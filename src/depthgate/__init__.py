@@ -1,0 +1,47 @@
+"""depthgate: transformers that spend compute where tokens need it. Names load on first use."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from depthgate._version import __version__
+
+_HOMES = {
+    "depthgate.errors": ("DepthgateError",),
+    "depthgate.layers": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
+    "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
+    "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("layers", "ops", "routing")
+
+if TYPE_CHECKING:
+    from depthgate import layers as layers
+    from depthgate import ops as ops
+    from depthgate import routing as routing
+    from depthgate.encoders import MoDEncoder as MoDEncoder
+    from depthgate.encoders import SoftMoEBlock as SoftMoEBlock
+    from depthgate.encoders import SoftMoEEncoder as SoftMoEEncoder
+    from depthgate.errors import DepthgateError as DepthgateError
+    from depthgate.layers import MixtureOfDepths as MixtureOfDepths
+    from depthgate.layers import MixtureOfExperts as MixtureOfExperts
+    from depthgate.layers import SoftMoE as SoftMoE
+    from depthgate.routing import Groups as Groups
+    from depthgate.routing import Slots as Slots
+    from depthgate.routing import Soft as Soft
+    from depthgate.routing import SoftSlots as SoftSlots
+    from depthgate.routing import TopExperts as TopExperts
+    from depthgate.routing import TopTokens as TopTokens
+
+__all__ = ["__version__", *sorted(_HOME), *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    if name in _MODULES:
+        return import_module(f"depthgate.{name}")
+    raise AttributeError(f"module 'depthgate' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,5 @@
+import sys
+
+from depthgate.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Measuring: times, FLOPs and memory, reported only where the answer was right."""

@@ -1,0 +1,76 @@
+"""What the command line can set: frozen dataclasses, checked on creation. Imports no torch."""
+
+from dataclasses import dataclass
+
+from depthgate.errors import InvalidValueError, check_choice, check_count, check_probability
+
+
+@dataclass(frozen=True)
+class BenchLayersConfig:
+    """Time layers forward and backward, with FLOPs beside the times.
+
+    Args:
+        dims: model widths, separated by commas
+        batch: sequences in a batch
+        seq: tokens in a sequence
+        experts: experts of MoE and Soft MoE
+        device: cpu or cuda
+        dtype: float32 or bfloat16
+        compile: compile every layer with torch.compile
+        repeats: timed rounds; every round runs every layer, and medians are reported
+        seed: seed of weights and data
+    """
+
+    dims: str = "256"
+    batch: int = 8
+    seq: int = 256
+    experts: int = 8
+    device: str = "cpu"
+    dtype: str = "float32"
+    compile: bool = False
+    repeats: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for width in self.widths:
+            check_count(width, "dims", minimum=16)
+        for name in ("batch", "seq", "experts", "repeats"):
+            check_count(getattr(self, name), name)
+        check_choice(self.device, "device", ("cpu", "cuda"))
+        check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
+
+    @property
+    def widths(self) -> list[int]:
+        """`dims` as numbers."""
+        try:
+            return [int(width) for width in self.dims.split(",")]
+        except ValueError:
+            raise InvalidValueError(f"dims is {self.dims!r}: it must be whole numbers separated by commas") from None
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train the encoders on handwritten digits beside a dense twin, and write a report.
+
+    Args:
+        out: folder for report.html
+        epochs: passes over the training digits
+        hidden_size: width of every encoder
+        num_layers: blocks of every encoder
+        dropout: dropout of every encoder
+        seed: seed of weights and batches
+    """
+
+    out: str = "runs/demo"
+    epochs: int = 30
+    hidden_size: int = 64
+    num_layers: int = 4
+    dropout: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "num_layers"):
+            check_count(getattr(self, name), name)
+        check_count(self.hidden_size, "hidden_size", minimum=8)
+        check_count(self.seed, "seed", minimum=0)
+        check_probability(self.dropout, "dropout")

@@ -1,0 +1,188 @@
+"""Sequence encoders: (batch, seq, embed_dim) -> one vector a sequence, (batch, hidden_size).
+
+Input projection, `num_layers` routed blocks, final norm, last valid timestep. Any length works: steps are told apart
+by their age, counted back from the last valid one, and those older than the window share the oldest age.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from depthgate.errors import (
+    InvalidValueError,
+    check_capacity,
+    check_choice,
+    check_count,
+    check_divides,
+    check_probability,
+)
+from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
+from depthgate.layers.mod import SoftMoD
+from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.positions import masked_positions, plain_positions
+from depthgate.ops.rows import take_rows
+from depthgate.routing import Plans, TopTokens
+
+
+class _SequenceEncoder(nn.Module):
+    """What both encoders share; a subclass fills `layers` with Updates and may take `keep`."""
+
+    _recommended: ClassVar[dict[str, Any]]
+
+    def __init__(self, embed_dim: int, hidden_size: int, window: int) -> None:
+        super().__init__()
+        self.embed_dim = check_count(embed_dim, "embed_dim")
+        self.hidden_size = check_count(hidden_size, "hidden_size")
+        self.project = nn.Linear(embed_dim, hidden_size)
+        self.age = nn.Embedding(window, hidden_size)
+        nn.init.normal_(self.age.weight, std=0.02)
+        self.layers = nn.ModuleList()
+        self.norm = nn.RMSNorm(hidden_size)
+
+    @property
+    def output_size(self) -> int:
+        """The width of what the encoder returns."""
+        return self.hidden_size
+
+    @classmethod
+    def recommended_defaults(cls) -> dict[str, Any]:
+        """The constructor's options but `embed_dim`, which the data decides, with good first values."""
+        return dict(cls._recommended)
+
+    def features(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Plans]:
+        """Every timestep after the final norm (batch, seq, hidden_size), and the plans of all layers."""
+        check_tokens(x, self.embed_dim, dim_name="embed_dim")
+        if mask is not None:
+            check_per_token(mask, x, "mask", torch.bool)
+        pos = plain_positions(x) if mask is None else masked_positions(mask)
+        plans: Plans = ()
+        hidden = self.project(x)
+        if x.shape[0] and x.shape[1]:
+            age = pos.max(1, keepdim=True).values - pos
+            hidden = hidden + self.age(age.clamp(max=self.age.num_embeddings - 1))
+            last = (age == 0) & (pos >= 0)
+            for layer in self.layers:
+                update, more = self._run(layer, hidden, pos, mask is None, last)
+                hidden, plans = hidden + update, plans + more
+        return self.norm(hidden), plans
+
+    def _run(self, layer: nn.Module, x: Tensor, pos: Tensor, plain: bool, last: Tensor) -> tuple[Tensor, Plans]:  # noqa: ARG002
+        return layer(x, pos=pos, plain=plain)  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (batch, seq, embed_dim); mask (batch, seq), True at real timesteps -> (batch, hidden_size).
+        A sequence without a real timestep gives zeros."""
+        hidden, _ = self.features(x, mask)
+        B, T, H = hidden.shape
+        if T == 0:
+            return hidden.new_zeros(B, H)
+        if mask is None:
+            return hidden[:, -1]
+        step = torch.where(mask, torch.arange(T, device=x.device), -1).max(1, keepdim=True).values  # (B, 1)
+        return torch.where(step >= 0, take_rows(hidden, step.clamp(min=0))[:, 0], 0.0)
+
+
+class MoDEncoder(_SequenceEncoder):
+    """Mixture-of-Depths encoder: of each sequence only the top `capacity_ratio` of the timesteps go through each
+    transformer block, the rest ride the residual.
+
+    The last valid timestep is always among them: it is what the encoder returns, and a token that skips every block
+    has seen nothing of the sequence. gating="soft" computes every timestep and blends: g*block(x) + (1-g)*x.
+    """
+
+    _recommended: ClassVar[dict[str, Any]] = {
+        "hidden_size": 256,
+        "num_heads": 4,
+        "capacity_ratio": 0.5,
+        "num_layers": 4,
+        "dropout": 0.1,
+        "window_size": 60,
+    }
+
+    def __init__(
+        self,
+        embed_dim: int = 287,
+        hidden_size: int = 256,
+        num_heads: int = 4,
+        capacity_ratio: float = 0.5,
+        num_layers: int = 4,
+        dropout: float = 0.1,
+        window_size: int = 60,
+        *,
+        gating: str = "hard",
+    ) -> None:
+        check_count(num_heads, "num_heads")
+        head_size = check_divides(num_heads, check_count(hidden_size, "hidden_size"), "num_heads", "hidden_size")
+        if head_size % 2:
+            raise InvalidValueError(
+                f"hidden_size / num_heads is {head_size}: rotary positions need an even head size; change one"
+            )
+        check_capacity(capacity_ratio, "capacity_ratio")
+        check_choice(gating, "gating", ("hard", "soft"))
+        super().__init__(embed_dim, hidden_size, check_count(window_size, "window_size"))
+        self.gating = gating
+        for _ in range(check_count(num_layers, "num_layers")):
+            attention = Attention(hidden_size, num_heads, bidirectional=True)
+            block = Block(hidden_size, attention, SwiGLU(hidden_size), dropout)
+            if gating == "soft":
+                self.layers.append(SoftMoD(block, hidden_size))
+            else:
+                self.layers.append(MoD(block, TopTokens(hidden_size, capacity_ratio)))
+
+    def _run(self, layer: nn.Module, x: Tensor, pos: Tensor, plain: bool, last: Tensor) -> tuple[Tensor, Plans]:
+        kept = {"keep": last} if self.gating == "hard" else {}
+        return layer(x, pos=pos, plain=plain, **kept)  # type: ignore[no-any-return]
+
+
+class SoftMoEBlock(nn.Module):
+    """x + dropout(SoftMoE(norm(x))), one slot an expert."""
+
+    def __init__(self, hidden_size: int, num_experts: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(check_count(hidden_size, "hidden_size"))
+        self.moe = SoftMoE(hidden_size, num_experts)
+        self.dropout = nn.Dropout(check_probability(dropout, "dropout"))
+
+    def update(self, x: Tensor, pos: Tensor | None = None) -> tuple[Tensor, Plans]:
+        """What the block adds to x (B, T, D), and its plan."""
+        update, plans = self.moe(self.norm(x), pos)
+        return self.dropout(update), plans
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, D); mask (B, T), True at real tokens -> (B, T, D)."""
+        check_tokens(x, self.moe.dim, dim_name="hidden_size")
+        if mask is not None:
+            check_per_token(mask, x, "mask", torch.bool)
+        return x + self.update(x, None if mask is None else masked_positions(mask))[0]
+
+
+class SoftMoEEncoder(_SequenceEncoder):
+    """Soft MoE encoder: `num_layers` SoftMoEBlocks, in which timesteps meet in the experts' slots."""
+
+    _recommended: ClassVar[dict[str, Any]] = {
+        "hidden_size": 256,
+        "num_experts": 4,
+        "num_layers": 4,
+        "dropout": 0.1,
+        "window_size": 60,
+    }
+
+    def __init__(
+        self,
+        embed_dim: int = 256,
+        hidden_size: int = 256,
+        num_experts: int = 4,
+        num_layers: int = 4,
+        dropout: float = 0.1,
+        window_size: int = 60,
+        seq_len: int | None = None,
+    ) -> None:
+        """seq_len: how many ages are told apart; window_size unless given."""
+        window = check_count(window_size, "window_size") if seq_len is None else check_count(seq_len, "seq_len")
+        super().__init__(embed_dim, hidden_size, window)
+        for _ in range(check_count(num_layers, "num_layers")):
+            self.layers.append(SoftMoEBlock(hidden_size, num_experts, dropout))
+
+    def _run(self, layer: nn.Module, x: Tensor, pos: Tensor, plain: bool, last: Tensor) -> tuple[Tensor, Plans]:  # noqa: ARG002
+        return layer.update(x, None if plain else pos)  # type: ignore[operator, no-any-return]

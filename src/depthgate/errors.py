@@ -1,0 +1,63 @@
+"""Every error a user can cause, and the checks of plain values that raise them: each names the value and the remedy.
+
+Imports no torch, so that the command line can refuse a bad value at once.
+"""
+
+import math
+from collections.abc import Collection
+from numbers import Integral, Real
+from typing import Any
+
+
+class DepthgateError(Exception):
+    """Root of every error a user of depthgate can cause."""
+
+
+class InvalidValueError(DepthgateError, ValueError):
+    """A value outside its allowed range; also a ValueError, as Python expects."""
+
+
+def check_capacity(value: Any, name: str = "capacity") -> float:
+    """A share of tokens: a real number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) <= 1.0:
+        raise InvalidValueError(f"{name} is {value!r}: it must be a number in (0, 1], where 1 routes every token")
+    return float(value)
+
+
+def check_probability(value: Any, name: str) -> float:
+    """A dropout rate: a real number in [0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) < 1.0:
+        raise InvalidValueError(f"{name} is {value!r}: it must be a number in [0, 1)")
+    return float(value)
+
+
+def check_count(value: Any, name: str, minimum: int = 1, maximum: int | None = None) -> int:
+    """A whole number of at least `minimum` and, if given, at most `maximum`."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or value < minimum or (maximum is not None and value > maximum):
+        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise InvalidValueError(f"{name} is {value!r}: it must be a whole number {allowed}")
+    return int(value)
+
+
+def check_positive(value: Any, name: str) -> float:
+    """A finite real number above zero."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < math.inf:
+        raise InvalidValueError(f"{name} is {value!r}: it must be a finite number above 0")
+    return float(value)
+
+
+def check_divides(part: int, whole: int, part_name: str, whole_name: str) -> int:
+    """`part` must divide `whole`; returns the quotient."""
+    if whole % part:
+        raise InvalidValueError(
+            f"{whole_name} {whole} is not divisible by {part_name} {part}: change one so that it is"
+        )
+    return whole // part
+
+
+def check_choice(value: Any, name: str, allowed: Collection[str]) -> str:
+    """One of a fixed set of names."""
+    if value not in allowed:
+        raise InvalidValueError(f"{name} is {value!r}: it must be one of {', '.join(sorted(allowed))}")
+    return str(value)

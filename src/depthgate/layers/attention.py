@@ -1,0 +1,96 @@
+"""Self-attention with grouped keys and values (GQA) and rotary positions. The mask comes from positions alone."""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
+from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.positions import plain_positions
+
+
+class KeyValues(Protocol):
+    """A layer's store of earlier keys and values, each (B, H, T, d), with their positions (B, T)."""
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+def rope(x: Tensor, pos: Tensor, base: float) -> Tensor:
+    """Rotate pairs (i, i + d/2) of x (B, H, T, d) by pos / base^(2i/d) (Su et al. 2021, RoFormer). Angles in fp32."""
+    half = x.shape[-1] // 2
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
+    angle = pos[:, None, :, None].to(dtype) * frequency  # (B, 1, T, d/2)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention over the tokens it is given, at the positions they carry."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        qk_norm: bool = False,
+        rope_base: float = 10_000.0,
+        bidirectional: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.heads = check_count(heads, "heads")
+        self.kv_heads = heads if kv_heads is None else check_count(kv_heads, "kv_heads", maximum=heads)
+        self.head_dim = check_divides(heads, dim, "heads", "dim")
+        check_divides(self.kv_heads, heads, "kv_heads", "heads")
+        if self.head_dim % 2:
+            raise InvalidValueError(
+                f"dim / heads is {self.head_dim}: rotary positions need an even head size; change dim or heads"
+            )
+        self.rope_base = check_positive(rope_base, "rope_base")
+        self.bidirectional = bidirectional
+        self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        pos: Tensor | None = None,
+        doc: Tensor | None = None,
+        cache: KeyValues | None = None,
+        plain: bool = False,
+    ) -> Tensor:
+        check_tokens(x, self.dim)
+        B, T, D = x.shape
+        if pos is None:
+            pos, plain = plain_positions(x), doc is None and cache is None
+        else:
+            check_per_token(pos, x, "pos")
+        H, G, d = self.heads, self.kv_heads, self.head_dim
+        q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).transpose(1, 2).split((H, G, G), dim=1)
+        q = rope(self.q_norm(q), pos, self.rope_base)
+        k = rope(self.k_norm(k), pos, self.rope_base)
+        key_pos = pos
+        if cache is not None:
+            k, v, key_pos = cache.append(k, v, pos)
+        mask = None if plain else self._mask(pos, key_pos, doc)
+        causal = plain and not self.bidirectional
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=G != H)
+        return self.out(y.transpose(1, 2).reshape(B, T, D))  # type: ignore[no-any-return]
+
+    def _mask(self, query: Tensor, key: Tensor, doc: Tensor | None) -> Tensor:
+        """Positions (B, Tq), (B, Tk) -> (B, 1, Tq, Tk), True where a query may look."""
+        q, k = query[:, :, None], key[:, None, :]
+        allowed = (k >= 0).expand(-1, q.shape[1], -1)
+        if not self.bidirectional:
+            allowed = allowed & (k <= q)
+        if doc is not None:
+            allowed = allowed & (doc[:, :, None] == doc[:, None, :])
+        # Padding looks at everything: its result is thrown away, and looking at nothing would be 0/0.
+        return (allowed | (q < 0))[:, None]

@@ -1,0 +1,36 @@
+"""The pre-norm transformer block, as an update: what it adds to x, without x."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from depthgate.errors import check_count, check_probability
+from depthgate.layers.attention import Attention
+from depthgate.routing.plan import Plans
+
+
+class Block(nn.Module):
+    """update = a + ffn(norm(x + a)), a = attention(norm(x)). The feed-forward is any Update: SwiGLU, MoE, Soft MoE."""
+
+    def __init__(self, dim: int, attention: Attention, ffn: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.attention_norm = nn.RMSNorm(dim)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(dim)
+        self.ffn = ffn
+        self.dropout = nn.Dropout(check_probability(dropout, "dropout"))
+
+    def forward(
+        self,
+        x: Tensor,
+        pos: Tensor | None = None,
+        doc: Tensor | None = None,
+        cache: Any = None,
+        causal: bool = False,
+        plain: bool = False,
+    ) -> tuple[Tensor, Plans]:
+        attended = self.attention(self.attention_norm(x), pos, doc, cache, plain)
+        attended = self.dropout(attended)
+        fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, doc=doc, causal=causal, plain=plain)
+        return attended + self.dropout(fed), plans

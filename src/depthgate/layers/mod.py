@@ -1,0 +1,170 @@
+"""Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258): only the tokens a router picks go through a block."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from depthgate.errors import DepthgateError, check_count
+from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.positions import masked_positions, plain_positions
+from depthgate.routing.gates import Gate, sigmoid
+from depthgate.routing.plan import Plans, Slots
+from depthgate.routing.routers import Scorer, TopTokens
+
+
+class MoD(nn.Module):
+    """Equation 1 as an update: combine(block(dispatch(x))), over tokens that keep their own positions.
+
+    `block` is an Update. At capacity 1 and gate 1 this is the block itself, bit for bit.
+    """
+
+    def __init__(self, block: nn.Module, router: TopTokens) -> None:
+        super().__init__()
+        self.router = router
+        self.block = block
+
+    def forward(
+        self,
+        x: Tensor,
+        pos: Tensor | None = None,
+        doc: Tensor | None = None,
+        cache: Any = None,
+        causal: bool = False,
+        plain: bool = False,
+        keep: Tensor | None = None,
+    ) -> tuple[Tensor, Plans]:
+        """`keep` (B, T) bool: tokens routed before all others, whatever their score."""
+        if pos is None:
+            pos, plain = plain_positions(x), doc is None and cache is None
+        plan = self.router(x, None if plain else pos, causal, doc=doc, keep=keep)
+        if plan.index.shape[-1] == 0:  # nobody enters: nothing is computed, nothing is cached
+            return torch.zeros_like(x), (plan,)
+        update, inner = self.block(
+            plan.dispatch(x, fill=0)[:, 0],
+            pos=plan.dispatch(pos, fill=-1)[:, 0],
+            doc=None if doc is None else plan.dispatch(doc, fill=-1)[:, 0],
+            cache=cache,
+            causal=causal,
+            plain=plain and plan.filled is None,
+        )
+        return plan.combine(update[:, None], x.shape[1]), (plan, *inner)
+
+
+class SoftMoD(nn.Module):
+    """The blended form, over all tokens: g block(x) + (1 - g) x with g = sigmoid(r), for a block with its residual.
+    As an update that is g times the block's own. Saves nothing; has no plan to show."""
+
+    def __init__(self, block: nn.Module, dim: int) -> None:
+        super().__init__()
+        self.router = Scorer(dim, 1)
+        self.block = block
+
+    def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Plans]:
+        update, inner = self.block(x, **kwargs)
+        return update * sigmoid(self.router(x)).to(update.dtype), inner
+
+
+class MixtureOfDepths(nn.Module):
+    """Mixture-of-Depths around any module that maps (B, T, D) to (B, T, D) and has its own residual.
+
+        y, plans = MixtureOfDepths(nn.TransformerEncoderLayer(64, 4, batch_first=True), 64, capacity=0.25)(x)
+
+    Of each row's n valid tokens the max(1, floor(capacity * n)) with the best scores go through `block`; every other
+    token stays as it is, bit for bit. A routed token moves from x (gate 0) to the block's result (gate 1).
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        dim: int,
+        capacity: float = 0.125,
+        *,
+        gate: str | Gate = "one_plus_tanh",
+        rule: str | nn.Module = "scores",
+    ) -> None:
+        """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
+        rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.rules)."""
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
+        if isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first:
+            raise DepthgateError(
+                "block has batch_first=False: build it with batch_first=True, x is (batch, tokens, dim)"
+            )
+        self.block = block
+
+    def forward(
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **kwargs: Any
+    ) -> tuple[Tensor, Plans]:
+        """x (B, T, D); mask (B, T), True at real tokens; causal, decide by the causal rule instead of the top k.
+
+        Other keywords go to the block. Tensors of shape (B, T, ...) or (1, T, ...), alone or within tuples, lists and
+        dicts, are per token and travel with the tokens; everything else is handed on as it is.
+        """
+        check_tokens(x, self.dim)
+        if mask is not None:
+            check_per_token(mask, x, "mask", torch.bool)
+        plan = self.router(x, None if mask is None else masked_positions(mask), causal)
+        if x.numel() == 0:
+            return x, (plan,)
+        if plan.filled is None:
+            return self._through_block(x, plan, kwargs)
+        # A plain block knows no empty slots: call it once for each number of routed tokens, with the rows that have it.
+        y = x
+        inner: Plans = ()
+        counts = plan.filled.sum(-1)[:, 0]  # (B,)
+        for k in counts.unique().tolist():
+            if k == 0:
+                continue
+            batch = (counts == k).nonzero()[:, 0]
+            part = Slots(plan.index[batch, :, :k], plan.gates[batch, :, :k], plan.scores[batch], plan.decision[batch])
+            rows, plans = self._through_block(x[batch], part, _for_rows(kwargs, batch, x))
+            y = y.to(rows.dtype).index_copy(0, batch, rows)
+            inner += plans[1:]
+        return y, (plan, *inner)
+
+    def _through_block(self, x: Tensor, plan: Slots, kwargs: dict[str, Any]) -> tuple[Tensor, Plans]:
+        rows = plan.dispatch(x)[:, 0]
+        out = self.block(rows, **_for_tokens(kwargs, plan, x))
+        inner: Plans = ()
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):  # a block that routes, too
+            out, inner = out
+        if not isinstance(out, Tensor) or out.shape != rows.shape:
+            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            raise DepthgateError(
+                f"block returned {got} for an input of shape {tuple(rows.shape)}: "
+                "it must return a tensor of the same shape, with its own residual"
+            )
+        return plan.merge(x, out[:, None]), (plan, *inner)
+
+
+def _per_token(value: Any, x: Tensor) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.ndim >= 2
+        and value.shape[0] in (1, x.shape[0])
+        and value.shape[1] == x.shape[1]
+    )
+
+
+def _for_tokens(kwargs: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any]:
+    """Per-token tensors gathered as the tokens are; the rest untouched."""
+
+    def gather(value: Any) -> Any:
+        if not _per_token(value, x):
+            return value
+        return plan.dispatch(value.expand(x.shape[0], *value.shape[1:]))[:, 0]
+
+    return pytree.tree_map(gather, kwargs) if kwargs else kwargs
+
+
+def _for_rows(kwargs: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any]:
+    """Every tensor of the batch's length, cut to some of its rows."""
+
+    def cut(value: Any) -> Any:
+        rows = isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == x.shape[0]
+        return value[batch] if rows else value
+
+    return pytree.tree_map(cut, kwargs) if kwargs else kwargs

@@ -1,0 +1,96 @@
+"""Mixture of experts, dropless: tokens choose experts (Shazeer et al. 2017), or experts tokens (Zhou et al. 2022).
+
+With null experts it is integrated MoDE (Raposo et al. 2024, section 4.4): a token that chooses one adds nothing.
+Staged MoDE is MoD around a Block whose feed-forward is this layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count
+from depthgate.layers.ffn import Experts, SwiGLU, swiglu_hidden
+from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.positions import masked_positions
+from depthgate.routing.plan import Plans
+from depthgate.routing.routers import TopExperts, TopTokens
+
+
+class MixtureOfExperts(nn.Module):
+    """A feed-forward of which each token uses a part: returns what it adds, without the residual.
+
+    choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
+    choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts), gated by the
+    token's probability for it; tokens nobody takes get nothing. With causal=True its `rule` decides token by token.
+    `shared_experts` are always on: together one SwiGLU of that many times `hidden`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 2,
+        choice: str = "tokens",
+        null_experts: int = 0,
+        *,
+        hidden: int | None = None,
+        shared_experts: int = 0,
+        capacity: float | None = None,
+        rule: str | nn.Module = "threshold",
+    ) -> None:
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.num_experts = check_count(num_experts, "num_experts")
+        check_count(top_k, "top_k", maximum=num_experts)
+        check_count(null_experts, "null_experts", minimum=0)
+        check_count(shared_experts, "shared_experts", minimum=0)
+        check_choice(choice, "choice", ("tokens", "experts"))
+        hidden = swiglu_hidden(dim) if hidden is None else check_count(hidden, "hidden")
+        self.router: TopExperts | TopTokens
+        if choice == "tokens":
+            if capacity is not None:
+                raise InvalidValueError(
+                    f"capacity is {capacity!r}: only choice='experts' has one; choice='tokens' has top_k"
+                )
+            self.router = TopExperts(dim, num_experts, top_k, null_experts)
+        else:
+            if rule == "scores":
+                raise InvalidValueError(
+                    "rule is 'scores': expert choice compares probabilities, which are never positive logits; "
+                    "it must be 'predictor' or 'threshold'"
+                )
+            capacity = top_k / num_experts if capacity is None else check_capacity(capacity)
+            self.router = TopTokens(
+                dim, capacity, experts=num_experts + null_experts, gate=torch.exp, rule=rule, across_experts=True
+            )
+        self.experts = Experts(num_experts, dim, hidden)
+        self.shared = SwiGLU(dim, shared_experts * hidden) if shared_experts else None
+
+    def forward(
+        self,
+        x: Tensor,
+        pos: Tensor | None = None,
+        doc: Tensor | None = None,
+        cache: Any = None,  # noqa: ARG002
+        causal: bool = False,
+        plain: bool = False,
+        *,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Plans]:
+        """x (B, T, D); mask (B, T), True at real tokens, in place of pos."""
+        check_tokens(x, self.dim)
+        if mask is not None:
+            check_per_token(mask, x, "mask", torch.bool)
+            pos = masked_positions(mask)
+        T = x.shape[1]
+        if isinstance(self.router, TopExperts):
+            plan = self.router(x, None if plain else pos)
+            update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends), T)
+        else:
+            plan = self.router(x, None if plain else pos, causal, doc=doc)
+            real = plan.first_experts(self.num_experts)
+            update = real.combine(self.experts(real.dispatch(x, fill=0)), T)
+        if self.shared is not None:
+            update = update + self.shared(x)[0]
+        return update, (plan,)

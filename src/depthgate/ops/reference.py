@@ -1,0 +1,57 @@
+"""The naive twins: slow, plain Python and loops, and the specification of every fast op."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def top_tokens(scores: list[float], valid: list[bool], doc: list[int] | None, capacity: float) -> list[int]:
+    """Chosen positions of one row, ascending: of each document's n valid tokens the max(1, floor(capacity*n)) best."""
+    documents: dict[int, list[int]] = {}
+    for t, real in enumerate(valid):
+        if real:
+            documents.setdefault(0 if doc is None else doc[t], []).append(t)
+    chosen: list[int] = []
+    for tokens in documents.values():
+        k = max(1, math.floor(capacity * len(tokens)))
+        ranked = sorted(tokens, key=lambda t: (math.isnan(scores[t]), -scores[t] if scores[t] == scores[t] else 0.0, t))
+        chosen += ranked[:k]
+    return sorted(chosen)
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Twin of `rows.take_rows`."""
+    return torch.stack([x[b, index[b]] for b in range(x.shape[0])])
+
+
+def add_rows(rows: Tensor, index: Tensor, T: int) -> Tensor:
+    """Twin of `rows.add_rows`."""
+    out = rows.new_zeros(rows.shape[0], T, rows.shape[2])
+    for b in range(rows.shape[0]):
+        for n in range(rows.shape[1]):
+            out[b, index[b, n]] += rows[b, n]
+    return out
+
+
+def put_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Twin of `rows.put_rows`."""
+    out = x.clone()
+    for b in range(x.shape[0]):
+        out[b, index[b]] = rows[b]
+    return out
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Twin of `matmul.grouped_matmul`: rows ends[e-1]:ends[e] of x (N, D) times weight[e] (D, F); later rows are 0."""
+    pieces, start = [], 0
+    for e, end in enumerate(ends.tolist()):
+        pieces.append(x[start:end] @ weight[e])
+        start = end
+    pieces.append(x.new_zeros(x.shape[0] - start, weight.shape[2]))
+    return torch.cat(pieces)
+
+
+def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """Twin of `matmul.expert_matmul`: x (E, N, D) times weight (E, D, F), expert by expert."""
+    return torch.stack([x[e] @ weight[e] for e in range(weight.shape[0])])

@@ -1,0 +1,72 @@
+"""Which tokens are chosen: the k best of each document, exactly k, ties to the earlier position.
+
+Scores become unique int64 keys (score order in the high half, position in the low half), so every device, kernel
+and compiler that sorts keys right chooses the same tokens. Twins: `reference.top_tokens`, `reference.compact`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOWEST = -(2**31)  # int32: padding
+_NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
+
+
+def budget(capacity: float, tokens: int) -> int:
+    """k: how many of `tokens` valid tokens are routed. At least one, unless there are none."""
+    return min(tokens, max(1, math.floor(capacity * tokens)))
+
+
+def budgets(capacity: float, tokens: Tensor) -> Tensor:
+    """`budget` of a tensor of counts; float64, so that it rounds as Python does."""
+    return (tokens.double() * capacity).floor().long().clamp(min=1).minimum(tokens)
+
+
+def ranking_keys(scores: Tensor, valid: Tensor | None = None) -> Tensor:
+    """scores (..., T) -> unique int64 keys (..., T), larger is better: earlier wins a tie, NaN loses to all,
+    padding to NaN."""
+    T = scores.shape[-1]
+    s = scores.detach().float()
+    s = torch.where(s == 0, torch.zeros_like(s), s)  # -0.0 ties with 0.0
+    bits = s.view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # IEEE floats ordered as integers
+    order = torch.where(s.isnan(), _NAN, order)
+    if valid is not None:
+        order = torch.where(valid, order, _LOWEST)
+    return order * 2**31 + torch.arange(T - 1, -1, -1, device=s.device)
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """scores (..., T) -> the k best positions (..., k), ascending."""
+    best = ranking_keys(scores).topk(k, dim=-1, sorted=False).indices
+    return best.sort(dim=-1).values
+
+
+def top_of_documents(scores: Tensor, valid: Tensor, doc: Tensor | None, capacity: float) -> Tensor:
+    """scores (B, E, T), valid and doc (B, T) -> chosen (B, E, T): of each document's n valid tokens,
+    the `budget(capacity, n)` best. Without `doc` a row is one document."""
+    valid = valid[:, None].expand_as(scores)
+    order = ranking_keys(scores, valid).argsort(dim=-1, descending=True)
+    T = scores.shape[-1]
+    # Within the order of scores, a stable sort by document lines up each document, best token first.
+    # Padding joins a document of its own, which nothing is chosen from.
+    label = torch.zeros_like(order) if doc is None else doc[:, None].expand_as(scores).long()
+    label = torch.where(valid, label, torch.iinfo(torch.int64).max)
+    by_score = label.gather(-1, order)
+    by_doc, within = by_score.sort(dim=-1, stable=True)
+    order = order.gather(-1, within)
+    start = torch.searchsorted(by_doc, by_doc, side="left")
+    size = torch.searchsorted(by_doc, by_doc, side="right") - start
+    rank = torch.arange(T, device=scores.device) - start
+    chosen = (rank < budgets(capacity, size)) & valid.gather(-1, order)
+    return torch.zeros_like(valid).scatter(-1, order, chosen)
+
+
+def compact(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """chosen (..., T) bool -> index and filled (..., slots): the chosen positions ascending, then empty slots,
+    which hold other, distinct positions."""
+    T = chosen.shape[-1]
+    position = torch.arange(T, device=chosen.device)
+    index = torch.where(chosen, position, position + T).sort(dim=-1).values[..., :slots]
+    return index % max(T, 1), index < T

@@ -1,0 +1,39 @@
+"""Who computes: routers look at tokens and return plans; losses and metrics are functions of plans."""
+
+from depthgate.routing.gates import GATES, Gate, one_plus_tanh, raw, sigmoid, straight_through
+from depthgate.routing.losses import causal_bce, load_balance, predictor_bce, z_loss
+from depthgate.routing.metrics import agreement, has_nan, predictor_accuracy, routed_share
+from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
+from depthgate.routing.routers import SoftSlots, TopExperts, TopTokens, update_thresholds
+from depthgate.routing.rules import RULES, Predictor, Rule, Scores, Threshold
+
+__all__ = [
+    "GATES",
+    "RULES",
+    "Gate",
+    "Groups",
+    "Plan",
+    "Plans",
+    "Predictor",
+    "Rule",
+    "Scores",
+    "Slots",
+    "Soft",
+    "SoftSlots",
+    "Threshold",
+    "TopExperts",
+    "TopTokens",
+    "agreement",
+    "causal_bce",
+    "has_nan",
+    "load_balance",
+    "one_plus_tanh",
+    "predictor_accuracy",
+    "predictor_bce",
+    "raw",
+    "routed_share",
+    "sigmoid",
+    "straight_through",
+    "update_thresholds",
+    "z_loss",
+]

@@ -1,0 +1,39 @@
+"""Metrics as functions of plans: 0-d tensors, so that nothing waits for the device until somebody looks.
+
+`predictor_accuracy` and `agreement` compare the causal rule with the top-k choice, so they want plans of a pass
+without `causal=True`.
+"""
+
+import torch
+from torch import Tensor
+
+from depthgate.routing.losses import valid_mean
+from depthgate.routing.plan import Groups, Plan, Slots
+
+
+def routed_share(plan: Plan) -> Tensor:
+    """Share of valid tokens that are computed: by an expert, averaged over experts (Slots); by real experts, among
+    all their choices (Groups); all of them (Soft)."""
+    if isinstance(plan, Slots):
+        return valid_mean(plan.chosen.float(), plan.valid)
+    if isinstance(plan, Groups):
+        return valid_mean((plan.place < plan.ends[-1]).float(), plan.valid)
+    return torch.ones((), device=plan.scores.device)
+
+
+def predictor_accuracy(plan: Slots) -> Tensor:
+    """Share of valid tokens on which the causal rule and this plan say the same."""
+    return valid_mean((plan.causal_choice == plan.chosen).float(), plan.valid)
+
+
+def agreement(plan: Slots) -> Tensor:
+    """Tokens routed by both the causal rule and this plan, among those routed by either (1 if by neither)."""
+    both = (plan.causal_choice & plan.chosen).sum()
+    either = (plan.causal_choice | plan.chosen).sum()
+    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
+
+
+def has_nan(plan: Plan) -> Tensor:
+    """True if any valid token's score is NaN. Such tokens lose every choice, so a run should look at this."""
+    bad = plan.scores.isnan().flatten(2).any(-1)
+    return (bad if plan.valid is None else bad & plan.valid).any()

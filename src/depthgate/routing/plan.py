@@ -1,0 +1,129 @@
+"""Plans: where tokens are computed, and how they come back.
+
+A plan is an immutable tuple of tensors with two methods: `dispatch(x)` takes tokens (B, T, ...) to rows,
+`combine(rows, T)` takes computed rows back to an update (B, T, D), weighted by the gates.
+
+    Slots   experts pick tokens: expert choice, and Mixture-of-Depths with E = 1     rows (B, E, C, ...)
+    Groups  tokens pick experts: rows sorted by expert, none dropped                 rows (N, ...)
+    Soft    every slot is a weighted mean of all tokens: Soft MoE                    rows (B, E, C, ...)
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthgate.ops.rows import add_rows, put_rows, take_rows
+
+
+class Slots(NamedTuple):
+    """Each of E experts has C slots in every row of the batch, and a slot holds one token.
+
+    The tokens of an expert's filled slots ascend. Where rows hold different numbers, the empty slots come last,
+    point at other tokens, and are computed and thrown away.
+    """
+
+    index: Tensor  # type: ignore[assignment]  # (B, E, C) the token in each slot; no token twice for one expert
+    gates: Tensor  # (B, E, C) fp32, 0 in empty slots
+    scores: Tensor  # (B, T, E) fp32, what the router said
+    decision: Tensor  # (B, T, E) fp32 logit of the causal rule: it routes a token where this is >= 0
+    filled: Tensor | None = None  # (B, E, C) bool; None: every slot is filled
+    valid: Tensor | None = None  # (B, T) bool; None: no padding
+
+    def dispatch(self, x: Tensor, fill: int | None = None) -> Tensor:
+        """x (B, T, ...) -> (B, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
+        B, E, C = self.index.shape
+        rows = take_rows(x, self.index.reshape(B, E * C)).reshape(B, E, C, *x.shape[2:])
+        if fill is None or self.filled is None:
+            return rows
+        return torch.where(self.filled.reshape(B, E, C, *[1] * (x.ndim - 2)), rows, fill)
+
+    def combine(self, rows: Tensor, T: int) -> Tensor:
+        """rows (B, E, C, D) -> update (B, T, D): the sum over a token's slots of gate * row, 0 where it has none."""
+        B, E, C, D = rows.shape
+        weighted = rows * self.gates[..., None].to(rows.dtype)
+        if self.filled is not None:
+            weighted = torch.where(self.filled[..., None], weighted, 0.0)
+        return add_rows(weighted.reshape(B, E * C, D), self.index.reshape(B, E * C), T)
+
+    def merge(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rows that carry their own residual: x (B, T, D), rows (B, 1, C, D) -> x with each routed token taken from
+        x (gate 0) to its row (gate 1). A gate of one gives the row itself, and an equal row gives x, bit for bit.
+        """
+        dtype = torch.promote_types(x.dtype, rows.dtype)
+        old, new = self.dispatch(x)[:, 0].to(dtype), rows[:, 0].to(dtype)
+        new = new + (self.gates[:, 0, :, None] - 1).to(dtype) * (new - old)
+        if self.filled is not None:
+            new = torch.where(self.filled[:, 0, :, None], new, old)
+        return put_rows(x.to(dtype), self.index[:, 0], new)
+
+    def first_experts(self, n: int) -> "Slots":
+        """The slots of the first n experts alone (those after them are null: their slots hold no work)."""
+        filled = None if self.filled is None else self.filled[:, :n]
+        return self._replace(index=self.index[:, :n], gates=self.gates[:, :n], filled=filled)
+
+    @property
+    def chosen(self) -> Tensor:
+        """(B, T, E) bool: the tokens this plan routes."""
+        filled = torch.ones_like(self.index, dtype=torch.bool) if self.filled is None else self.filled
+        return torch.zeros_like(self.scores, dtype=torch.bool).scatter(1, self.index.mT, filled.mT)
+
+    @property
+    def causal_choice(self) -> Tensor:
+        """(B, T, E) bool: the tokens the causal rule would route."""
+        return _and_valid(self.decision >= 0, self.valid)
+
+
+class Groups(NamedTuple):
+    """Each token goes to K experts. Rows are sorted by expert; rows of null experts and of padding come last and
+    are not computed."""
+
+    order: Tensor  # (N,) which (token, k) pair, counted over (B, T, K), sits in each row
+    ends: Tensor  # (E,) int32: the rows of expert e end here; those from ends[-1] on belong to none
+    place: Tensor  # (B, T, K) the row of each pair: the inverse of `order`
+    gates: Tensor  # (B, T, K) fp32, 0 for null experts and padding
+    choice: Tensor  # (B, T, K) the expert of each pair; from E on they are null, -1 is padding
+    scores: Tensor  # (B, T, E + null) fp32 logits
+    valid: Tensor | None = None  # (B, T) bool; None: no padding
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """x (B, T, ...) -> (N, ...), one row for each (token, k) pair."""
+        B, T, K = self.gates.shape
+        return take_rows(x.reshape(1, B * T, *x.shape[2:]), (self.order // K)[None])[0]
+
+    def combine(self, rows: Tensor, T: int) -> Tensor:
+        """rows (N, D) -> update (B, T, D): the sum over a token's K rows of gate * row."""
+        B, _, K = self.gates.shape
+        picked = take_rows(rows[None], self.place.reshape(1, B * T * K))[0].reshape(B, T, K, -1)
+        computed = (self.place < self.ends[-1])[..., None]
+        return torch.where(computed, picked * self.gates[..., None].to(rows.dtype), 0.0).sum(2)
+
+
+class Soft(NamedTuple):
+    """Each of E experts has C slots, and every token has a share in every slot: D and C of the Soft MoE paper."""
+
+    into: Tensor  # (B, T, E, C) fp32 dispatch weights: sum to one over the tokens
+    back: Tensor  # (B, T, E, C) fp32 combine weights: sum to one over the slots
+    scores: Tensor  # (B, T, E, C) fp32 logits
+    valid: Tensor | None = None  # (B, T) bool; None: no padding
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """x (B, T, D) -> (B, E, C, D): slot inputs, D^T X."""
+        B, T, E, C = self.into.shape
+        weights = self.into.reshape(B, T, E * C).to(x.dtype)
+        if self.valid is not None:  # whatever lies in padding, NaN included, weighs nothing
+            x = torch.where(self.valid[..., None], x, 0.0)
+        return torch.bmm(weights.mT, x).reshape(B, E, C, x.shape[-1])
+
+    def combine(self, rows: Tensor, T: int) -> Tensor:
+        """rows (B, E, C, D) -> update (B, T, D): C Y."""
+        B, E, C, D = rows.shape
+        return torch.bmm(self.back.reshape(B, T, E * C).to(rows.dtype), rows.reshape(B, E * C, D))
+
+
+Plan = Slots | Groups | Soft
+Plans = tuple[Plan, ...]
+
+
+def _and_valid(choice: Tensor, valid: Tensor | None) -> Tensor:
+    return choice if valid is None else choice & valid[..., None]

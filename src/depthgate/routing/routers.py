@@ -1,0 +1,242 @@
+"""Routers: look at tokens, return a plan. Scores are fp32 whatever surrounds them, autocast included."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthgate.errors import DepthgateError, check_capacity, check_count
+from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.select import budget, compact, top_k, top_of_documents
+from depthgate.routing.gates import Gate, gate_from
+from depthgate.routing.plan import Groups, Plan, Slots, Soft
+from depthgate.routing.rules import Threshold, rule_from
+
+_FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
+
+
+class Scorer(nn.Module):
+    """Scores W x without bias, in fp32 (or in float64 for float64 tokens), inside autocast too."""
+
+    def __init__(self, dim: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            x = features(x, valid)
+            return F.linear(x, self.weight.to(x.dtype))
+
+
+def features(x: Tensor, valid: Tensor | None) -> Tensor:
+    """What routers look at: tokens in fp32 or better, padding as zeros, whatever lies in it."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if valid is None else torch.where(valid[..., None], x, 0.0)
+
+
+class TopTokens(nn.Module):
+    """Each expert takes its k best tokens: Mixture-of-Depths with one expert, expert choice with several.
+
+    k = max(1, floor(capacity * n)) of the n valid tokens of each document. With `causal=True` the `rule` decides
+    for each token alone instead, and counts differ from row to row.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        capacity: float,
+        *,
+        experts: int = 1,
+        gate: str | Gate = "one_plus_tanh",
+        rule: str | nn.Module = "scores",
+        across_experts: bool = False,
+    ) -> None:
+        """`across_experts` makes each token's scores log-probabilities over the experts (expert choice)."""
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.capacity = check_capacity(capacity)
+        self.experts = check_count(experts, "experts")
+        self.gate = gate_from(gate)
+        self.across_experts = across_experts
+        self.proj = Scorer(dim, experts)
+        self.rule = rule_from(rule, dim, experts)
+
+    def extra_repr(self) -> str:
+        return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}"
+
+    def forward(
+        self,
+        x: Tensor,
+        pos: Tensor | None = None,
+        causal: bool = False,
+        *,
+        doc: Tensor | None = None,
+        keep: Tensor | None = None,
+    ) -> Slots:
+        """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart;
+        keep (B, T) bool, tokens that are taken first whatever their score."""
+        _check_call(x, self.dim, pos, doc)
+        valid = None if pos is None else pos >= 0
+        with torch.autocast(x.device.type, enabled=False):
+            tokens = features(x, valid)
+            scores = self.proj(tokens)
+            if self.across_experts:
+                scores = scores.log_softmax(-1)
+            decision = self.rule(tokens, scores)
+        ranked, wanted = scores.detach(), decision.detach() >= 0
+        if keep is not None:
+            ranked = torch.where(keep[..., None], torch.inf, ranked)
+            wanted = wanted | keep[..., None]
+        index, filled = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
+        picked = scores.mT.gather(2, index).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
+        gates = self.gate(picked)
+        if filled is not None:
+            gates = torch.where(filled, gates, 0.0)
+        return Slots(index, gates, scores, decision, filled, valid)
+
+    def _choose(
+        self, ranked: Tensor, wanted: Tensor, valid: Tensor | None, doc: Tensor | None, causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """ranked, wanted (B, E, T) -> index (B, E, C), and filled where rows may differ."""
+        B, _, T = ranked.shape
+        if B == 0 or T == 0:
+            return ranked.new_zeros(B, self.experts, 0, dtype=torch.long), None
+        if valid is None and doc is None and not causal:
+            return top_k(ranked, budget(self.capacity, T)), None
+        if valid is None:
+            valid = torch.ones_like(ranked[:, 0], dtype=torch.bool)
+        if causal:
+            chosen = wanted & valid[:, None]
+            return compact(chosen, _slots_for(chosen))
+        chosen = top_of_documents(ranked, valid, doc, self.capacity)
+        return compact(chosen, budget(self.capacity, T) if doc is None else _slots_for(chosen))
+
+    def update(self, plan: Slots) -> None:
+        """After a training step: move the rule's threshold by what this plan's scores were, where it has one."""
+        if isinstance(self.rule, Threshold):
+            self.rule.update(plan.scores, plan.valid, self.capacity)
+
+
+def _slots_for(chosen: Tensor) -> int:
+    """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which computes
+    more and is as right. With gradients there is at least one, so that every parameter gets one (perhaps 0)."""
+    if torch.compiler.is_compiling():
+        return chosen.shape[-1]
+    return max(int(chosen.sum(-1).max()), int(torch.is_grad_enabled()))
+
+
+def update_thresholds(model: nn.Module, plans: tuple[Plan, ...]) -> None:
+    """`update` every TopTokens router of a model from the plans of one forward pass, in order."""
+    routers = [m for m in model.modules() if isinstance(m, TopTokens)]
+    slots = [p for p in plans if isinstance(p, Slots)]
+    if len(routers) != len(slots):
+        raise DepthgateError(
+            f"{len(slots)} Slots plans for {len(routers)} TopTokens routers: pass the plans of one whole forward pass"
+        )
+    for router, plan in zip(routers, slots, strict=True):
+        router.update(plan)
+
+
+class TopExperts(nn.Module):
+    """Each token takes its `top_k` best of the experts and `null_experts`, which compute nothing. Dropless.
+
+    Gates are softmax probabilities; of the chosen alone where `top_k` > 1 (Mixtral), of all where it is 1 (Switch:
+    else the gate would be constant). Ties go to the lower expert. Causal as it is.
+    """
+
+    def __init__(self, dim: int, num_experts: int, top_k: int = 2, null_experts: int = 0) -> None:
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.num_experts = check_count(num_experts, "num_experts")
+        self.top_k = check_count(top_k, "top_k", maximum=num_experts)
+        self.null_experts = check_count(null_experts, "null_experts", minimum=0)
+        self.proj = Scorer(dim, num_experts + null_experts)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.top_k}, null_experts={self.null_experts}"
+
+    def forward(self, x: Tensor, pos: Tensor | None = None, causal: bool = False) -> Groups:  # noqa: ARG002
+        """x (B, T, D); pos (B, T), negative at padding."""
+        _check_call(x, self.dim, pos, None)
+        valid = None if pos is None else pos >= 0
+        scores = self.proj(x, valid)
+        choice = top_k(scores, self.top_k)  # (B, T, K), ascending
+        picked = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
+        gates = picked.softmax(-1) if self.top_k > 1 else _probability(scores, choice)
+        if valid is not None:
+            choice = torch.where(valid[..., None], choice, -1)
+        computed = (choice >= 0) & (choice < self.num_experts)
+        # Null experts and padding sort behind every real expert.
+        expert = torch.where(computed, choice, self.num_experts).flatten()
+        by_expert, order = expert.sort(stable=True)
+        experts = torch.arange(self.num_experts, device=x.device)
+        ends = torch.searchsorted(by_expert, experts, right=True).int()
+        place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
+        gates = torch.where(computed, gates, 0.0)
+        return Groups(order, ends, place.view_as(choice), gates, choice, scores, valid)
+
+
+def _probability(scores: Tensor, choice: Tensor) -> Tensor:
+    finite = scores.nan_to_num(-_FINITE_SCORE, _FINITE_SCORE, -_FINITE_SCORE)
+    return finite.softmax(-1).gather(-1, choice)
+
+
+class SoftSlots(nn.Module):
+    """Soft MoE's router (Puigcerver et al. 2023, section 2.3): logits are the cosine of token and slot times a learnt
+    scale; dispatch is their softmax over tokens, combine their softmax over slots. Not causal."""
+
+    def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1) -> None:
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.num_experts = check_count(num_experts, "num_experts")
+        self.slots_per_expert = check_count(slots_per_expert, "slots_per_expert")
+        self.phi = nn.Parameter(torch.empty(dim, num_experts * slots_per_expert))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.phi, std=self.dim**-0.5)
+        nn.init.ones_(self.scale)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}"
+
+    def forward(self, x: Tensor, pos: Tensor | None = None, causal: bool = False) -> Soft:
+        """x (B, T, D); pos (B, T), negative at padding."""
+        _check_call(x, self.dim, pos, None)
+        if causal:
+            raise DepthgateError(
+                "Soft MoE mixes all tokens of a sequence and has no causal form: use MixtureOfExperts, or causal=False"
+            )
+        B, T, _ = x.shape
+        valid = None if pos is None else pos >= 0
+        with torch.autocast(x.device.type, enabled=False):
+            tokens = features(x, valid)
+            slots = self.scale.to(tokens.dtype) * _unit(self.phi.to(tokens.dtype), 0)
+            scores = _unit(tokens, -1) @ slots  # (B, T, E*C)
+            back = scores.softmax(-1)
+            if valid is None:
+                into = scores.softmax(1)
+            else:
+                real = valid[..., None]
+                # Padding weighs nothing; a row of padding alone has no weights at all, instead of 0/0.
+                into = scores.masked_fill(~real, torch.finfo(scores.dtype).min).softmax(1) * real
+                back = back * real
+        shape = (B, T, self.num_experts, self.slots_per_expert)
+        return Soft(into.view(shape), back.view(shape), scores.view(shape), valid)
+
+
+def _unit(x: Tensor, dim: int) -> Tensor:
+    """x scaled to length one; a zero vector stays zero, with a finite gradient."""
+    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + 1e-12)
+
+
+def _check_call(x: Tensor, dim: int, pos: Tensor | None, doc: Tensor | None) -> None:
+    check_tokens(x, dim)
+    if pos is not None:
+        check_per_token(pos, x, "pos")
+    if doc is not None:
+        check_per_token(doc, x, "doc")

@@ -1,0 +1,107 @@
+"""Causal rules: whether a token is routed, decided from that token alone. Each returns a logit; >= 0 routes.
+
+Scores     the router's own score; `causal_bce` teaches it to be >= 0 for the top k
+           (Raposo et al. 2024, section 3.5, first method)
+Predictor  a small MLP on the detached token; `predictor_bce` teaches it to tell the top k, and nothing flows
+           back into the model (same section, second method)
+Threshold  the score against a moving average of the k-th best score, updated outside the forward pass
+           (Expert-Threshold routing, arXiv 2603.11535): no loss, and the same rule can be used in training
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthgate.errors import check_choice, check_probability
+from depthgate.ops.select import budgets
+
+
+class Rule(Protocol):
+    """x (B, T, D) and scores (B, T, E), both fp32 -> decision logits (B, T, E)."""
+
+    def __call__(self, x: Tensor, scores: Tensor) -> Tensor: ...
+
+
+class Scores(nn.Module):
+    """The router's own score decides."""
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        return scores
+
+
+class Predictor(nn.Module):
+    """An MLP D -> D/2 -> E on the detached token decides."""
+
+    def __init__(self, dim: int, experts: int = 1) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, max(1, dim // 2))
+        self.down = nn.Linear(max(1, dim // 2), experts)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        hidden = F.silu(_linear(x.detach(), self.up))
+        return _linear(hidden, self.down).to(scores.dtype)
+
+
+class Threshold(nn.Module):
+    """A moving average of each expert's k-th best score decides.
+
+    The average belongs to the state dict; `update` moves it. A forward pass never does, so recomputing one
+    changes nothing.
+    """
+
+    average: Tensor
+    weight: Tensor
+
+    def __init__(self, experts: int = 1, decay: float = 0.99) -> None:
+        super().__init__()
+        self.decay = check_probability(decay, "decay")
+        self.register_buffer("average", torch.zeros(experts))
+        self.register_buffer("weight", torch.zeros(()))
+
+    @property
+    def threshold(self) -> Tensor:
+        """(E,) the average without the pull of its zero start; 0 before the first update."""
+        return self.average / self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
+        return scores.detach() - self.threshold.to(scores.dtype)
+
+    @torch.no_grad()
+    def update(self, scores: Tensor, valid: Tensor | None, capacity: float) -> None:
+        """Move towards the k-th best of all valid scores (B, T, E) of the batch, k = `budget(capacity, valid)`.
+        A batch without a valid, finite k-th score moves nothing. No host sync."""
+        if scores.numel() == 0:
+            return
+        flat = scores.detach().flatten(0, 1)  # (B*T, E)
+        flat = torch.where(flat.isnan(), -torch.inf, flat)
+        count = torch.full((), flat.shape[0], device=flat.device)
+        if valid is not None:
+            flat = torch.where(valid.flatten()[:, None], flat, -torch.inf)
+            count = valid.sum()
+        k = budgets(capacity, count)
+        kth = flat.sort(dim=0, descending=True).values[(k - 1).clamp(min=0)]  # (E,)
+        usable = kth.isfinite().all() & (count > 0)
+        average = self.decay * self.average + (1 - self.decay) * kth.to(self.average.dtype)
+        weight = self.decay * self.weight + (1 - self.decay)
+        self.average.copy_(torch.where(usable, average, self.average))
+        self.weight.copy_(torch.where(usable, weight, self.weight))
+
+
+RULES: dict[str, Callable[[int, int], nn.Module]] = {
+    "scores": lambda dim, experts: Scores(),  # noqa: ARG005
+    "predictor": Predictor,
+    "threshold": lambda dim, experts: Threshold(experts),  # noqa: ARG005
+}
+
+
+def rule_from(rule: str | nn.Module, dim: int, experts: int) -> nn.Module:
+    """A causal rule by name, or any module of the same call as it is."""
+    return rule if isinstance(rule, nn.Module) else RULES[check_choice(rule, "rule", RULES)](dim, experts)
+
+
+def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """`layer` in the dtype of x, whatever its weights are stored in."""
+    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
