@@ -94,7 +94,7 @@ class Groups(NamedTuple):
     def combine(self, rows: Tensor, T: int) -> Tensor:
         """rows (N, D) -> update (B, T, D): the sum over a token's K rows of gate * row."""
         B, _, K = self.gates.shape
-        picked = take_rows(rows[None], self.place.reshape(1, B * T * K))[0].reshape(B, T, K, -1)
+        picked = take_rows(rows[None], self.place.reshape(1, B * T * K))[0].reshape(B, T, K, rows.shape[-1])
         computed = (self.place < self.ends[-1])[..., None]
         return torch.where(computed, picked * self.gates[..., None].to(rows.dtype), 0.0).sum(2)
 

@@ -1,0 +1,135 @@
+"""How benchmarks measure: FLOPs counted as they run, times interleaved, and the machine they ran on."""
+
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+_Shape = tuple[int, ...]
+
+
+def _attention_forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
+    """query (B, H, T, d), key (B, G, S, d), value (B, G, S, e): scores, and their product with the values."""
+    B, H, T, d = query
+    return 2 * B * H * T * key[2] * (d + value[3])
+
+
+def _attention_backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *__: Any, **___: Any) -> int:
+    """Scores once more, two gradients of each forward product."""
+    B, H, T, d = query
+    return 2 * B * H * T * key[2] * (3 * d + 2 * value[3])
+
+
+def _grouped(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
+    """a (..., M, K) times b (..., K, F). One side of two dimensions is cut into groups, which together are one
+    product over it; with two sides of three there is a whole product for each expert."""
+    products = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * products * a[-2] * a[-1] * b[-1]
+
+
+_UNKNOWN_TO_TORCH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped,
+}
+
+
+def count_flops(fn: Callable[[], object]) -> int:
+    """FLOPs of the matrix products that `fn` runs, backward passes included: 2 for each multiply and add.
+
+    PyTorch's FlopCounterMode, taught attention on CPU and grouped products. Counted from shapes, therefore: a causal
+    mask saves nothing; rows of a grouped product past its last offset are counted though not computed; elementwise
+    work, sorting and moving rows are free. `fn` must not be compiled: the counter sees operators, not kernels.
+    """
+    with FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH)) as counter:
+        fn()
+    return int(counter.get_total_flops())
+
+
+def interleaved(
+    cases: Mapping[str, Callable[[], object]],
+    repeats: int,
+    warmup: int,
+    device: str,
+    between: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of every case in each of `repeats` rounds, after `warmup` rounds that are thrown away.
+
+    Every round runs every case once, so that whatever drifts on the machine meets all cases alike. `between` runs
+    before each case; neither it nor the freeing of what the case returned is timed.
+    """
+    timed = _timed_on_cuda if device == "cuda" else _timed_on_cpu
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(warmup + repeats):
+        for name, fn in cases.items():
+            between()
+            taken = timed(fn)
+            if turn >= warmup:
+                seconds[name].append(taken)
+    return seconds
+
+
+def _timed_on_cpu(fn: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    result = fn()
+    end = time.perf_counter()
+    del result
+    return end - start
+
+
+def _timed_on_cuda(fn: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    start.record()
+    result = fn()
+    end.record()
+    torch.cuda.synchronize()
+    del result
+    return float(start.elapsed_time(end)) / 1000
+
+
+def machine(device: str = "cpu") -> dict[str, Any]:
+    """What a figure must carry: hardware, versions, date, and the commit where the source lies in git."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "commit": _commit(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _commit() -> str | None:
+    """The commit of this source tree, "-dirty" where files differ from it; None for an installed package."""
+    here = Path(__file__).parents[1]
+    try:
+        # Only where git tracks this package: a virtual environment may lie inside somebody else's repository.
+        subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], cwd=here, check=True, capture_output=True)
+        described = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=here,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return described.stdout.strip()

@@ -1,0 +1,32 @@
+"""Shared by all tests: one table of tolerances by dtype, and a fixed start for every test."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+# (rtol, atol) by dtype: how far two right answers may be apart when they sum in another order.
+TOLERANCE = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (1e-4, 1e-5),
+    torch.bfloat16: (3e-2, 3e-2),
+    torch.float16: (5e-3, 5e-3),
+}
+
+settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
+settings.load_profile("default")
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+
+
+@pytest.fixture(autouse=True)
+def _fixed_start():
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    torch._dynamo.reset()
+
+
+def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    """Assert equality within the tolerance of `dtype` (by default that of a)."""
+    rtol, atol = TOLERANCE[dtype or a.dtype]
+    torch.testing.assert_close(a, b, rtol=rtol, atol=atol, check_dtype=False)

@@ -1,0 +1,202 @@
+"""Causal rules, losses and metrics: hand-worked numbers, and what each may and may not train."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import depthgate as dg
+from depthgate.routing import (
+    Groups,
+    Slots,
+    Threshold,
+    TopExperts,
+    TopTokens,
+    agreement,
+    causal_bce,
+    load_balance,
+    predictor_accuracy,
+    predictor_bce,
+    routed_share,
+    update_thresholds,
+    z_loss,
+)
+from tests.conftest import close
+
+
+def hand_plan(valid=None):
+    """One row, four tokens, tokens 1 and 3 in the top two; the causal rule picks 0 and 1."""
+    scores = torch.tensor([[[0.5], [2.0], [-1.0], [1.0]]])
+    decision = torch.tensor([[[1.0], [3.0], [-2.0], [-0.5]]])
+    return Slots(torch.tensor([[[1, 3]]]), torch.ones(1, 1, 2), scores, decision, None, valid)
+
+
+def bce(logit, target):
+    p = 1 / (1 + math.exp(-logit))
+    return -math.log(p) if target else -math.log(1 - p)
+
+
+def test_bce_by_hand():
+    plan = hand_plan()
+    expected = (bce(0.5, 0) + bce(2.0, 1) + bce(-1.0, 0) + bce(1.0, 1)) / 4
+    assert causal_bce(plan).item() == pytest.approx(expected)
+    expected = (bce(1.0, 0) + bce(3.0, 1) + bce(-2.0, 0) + bce(-0.5, 1)) / 4
+    assert predictor_bce(plan).item() == pytest.approx(expected)
+    some = hand_plan(torch.tensor([[True, True, False, True]]))
+    assert causal_bce(some).item() == pytest.approx((bce(0.5, 0) + bce(2.0, 1) + bce(1.0, 1)) / 3)
+
+
+def test_metrics_by_hand():
+    plan = hand_plan()
+    assert routed_share(plan).item() == 0.5
+    assert predictor_accuracy(plan).item() == 0.5  # right on tokens 1 and 2
+    assert agreement(plan).item() == pytest.approx(1 / 3)  # both: {1}; either: {0, 1, 3}
+    some = hand_plan(torch.tensor([[False, True, True, True]]))
+    assert predictor_accuracy(some).item() == pytest.approx(2 / 3)
+    assert agreement(some).item() == pytest.approx(1 / 2)
+
+
+def test_aux_positives_per_row_are_k():
+    """The BCE's target has exactly k positives in every row, in every expert's column."""
+    plan = TopTokens(8, 0.25, experts=3)(torch.randn(5, 16, 8))
+    assert (plan.chosen.sum(1) == 4).all()
+
+
+def test_load_balance_by_hand():
+    scores = torch.log(torch.tensor([[[0.5, 0.25, 0.25], [0.2, 0.6, 0.2]]]))
+    choice = torch.tensor([[[0, 1], [0, 1]]])
+    plan = Groups(torch.zeros(4), torch.zeros(3).int(), choice, torch.ones(1, 2, 2), choice, scores)
+    share, prob = [0.5, 0.5, 0.0], [0.35, 0.425, 0.225]
+    assert load_balance(plan).item() == pytest.approx(3 * sum(s * p for s, p in zip(share, prob, strict=True)))
+
+
+def test_load_balance_is_one_when_balanced_and_counts_valid_tokens_only():
+    router = TopExperts(4, 4, 1)
+    with torch.no_grad():
+        router.proj.weight.copy_(1e-4 * torch.eye(4))
+    x = torch.eye(4).repeat(1, 3, 1)
+    assert load_balance(router(x)).item() == pytest.approx(1.0, abs=1e-3)
+    padded = torch.cat([x, torch.eye(4)[:1].repeat(1, 4, 1)], 1)
+    pos = torch.cat([torch.arange(12), torch.full((4,), -1)])[None]
+    close(load_balance(router(padded, pos)), load_balance(router(x)))
+
+
+def test_z_loss_by_hand():
+    plan = hand_plan()
+    assert z_loss(plan).item() == pytest.approx((0.25 + 4 + 1 + 1) / 4)
+    groups = TopExperts(4, 3)(torch.randn(2, 5, 4))
+    close(z_loss(groups), groups.scores.exp().sum(-1).log().square().mean())
+
+
+def test_losses_of_rows_without_valid_tokens_are_zero():
+    x, pos = torch.randn(2, 4, 8), torch.full((2, 4), -1)
+    for loss in (causal_bce, predictor_bce, z_loss):
+        assert loss(TopTokens(8, 0.5)(x, pos)).item() == 0
+    assert load_balance(TopExperts(8, 2)(x, pos)).item() == 0
+
+
+def test_nan_in_padding_reaches_no_gradient():
+    x = torch.randn(2, 6, 8)
+    x[1, 3:] = torch.nan
+    pos = torch.arange(6).repeat(2, 1)
+    pos[1, 3:] = -1
+    for rule in ("scores", "predictor"):
+        router = TopTokens(8, 0.5, rule=rule)
+        plan = router(x, pos)
+        (causal_bce(plan) + predictor_bce(plan) + plan.gates.sum()).backward()
+        assert all(p.grad.isfinite().all() for p in router.parameters())
+
+
+def test_the_predictor_trains_itself_alone():
+    router = TopTokens(8, 0.25, rule="predictor")
+    x = torch.randn(2, 16, 8, requires_grad=True)
+    predictor_bce(router(x)).backward()
+    assert x.grad is None or x.grad.abs().sum() == 0
+    assert router.proj.weight.grad is None
+    assert all(p.grad.abs().sum() > 0 for p in router.rule.parameters())
+    causal_bce(router(x)).backward()
+    assert x.grad.abs().sum() > 0
+    assert router.proj.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(("rule", "loss"), [("scores", causal_bce), ("predictor", predictor_bce)])
+def test_training_a_rule_makes_it_agree_with_the_top_k(rule, loss):
+    """Each loss teaches its rule to tell the router's top k from one token alone."""
+    router = TopTokens(8, 0.25, rule=rule)
+    optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
+    x = torch.randn(16, 128, 8)
+    x[..., -1] = 1  # so that the router can move the zero of its scores
+    before = agreement(router(x))
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss(router(x)).backward()
+        optimizer.step()
+    assert before < 0.5
+    assert predictor_accuracy(router(x)) > 0.93
+    assert agreement(router(x)) > 0.75
+
+
+def test_threshold_after_one_update_is_the_kth_best_of_the_batch():
+    router = TopTokens(8, 0.25, rule="threshold")
+    x = torch.randn(3, 16, 8)
+    router.update(router(x))
+    plan = router(x)
+    kth = plan.scores.flatten().sort(descending=True).values[12 - 1]
+    close(router.rule.threshold, kth[None])
+    assert router(x, causal=True).chosen.sum() == 12
+
+
+def test_threshold_is_a_moving_average_without_bias():
+    rule = Threshold(decay=0.9)
+    values = [1.0, 2.0, 4.0]
+    for v in values:
+        rule.update(torch.full((1, 4, 1), v), None, 0.5)
+    weights = [0.1 * 0.81, 0.1 * 0.9, 0.1]
+    expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert rule.threshold.item() == pytest.approx(expected)
+
+
+def test_threshold_skips_padding_nan_and_empty_batches():
+    rule = Threshold()
+    scores = torch.tensor([[[5.0], [1.0], [2.0], [3.0]]])
+    rule.update(scores, torch.tensor([[False, True, True, True]]), 0.34)
+    assert rule.threshold.item() == pytest.approx(3.0)
+    before = rule.state_dict()
+    before = {k: v.clone() for k, v in before.items()}
+    rule.update(scores, torch.zeros(1, 4, dtype=torch.bool), 0.5)
+    rule.update(torch.full((1, 4, 1), math.nan), None, 0.5)
+    rule.update(torch.zeros(0, 4, 1), None, 0.5)
+    assert all(torch.equal(v, before[k]) for k, v in rule.state_dict().items())
+
+
+def test_forward_never_moves_the_threshold():
+    router = TopTokens(8, 0.25, rule="threshold")
+    before = {k: v.clone() for k, v in router.state_dict().items()}
+    router.train()(torch.randn(2, 8, 8))
+    assert all(torch.equal(v, before[k]) for k, v in router.state_dict().items())
+
+
+def test_update_thresholds_matches_routers_and_plans_in_order():
+    inner = dg.MixtureOfDepths(nn.Identity(), 8, 0.5, rule="threshold")
+    outer = dg.MixtureOfDepths(inner, 8, 0.25, rule="threshold")
+    _, plans = outer(torch.randn(2, 16, 8))
+    update_thresholds(outer, plans)
+    close(outer.router.rule.threshold, plans[0].scores.flatten().sort(descending=True).values[7][None])
+    close(inner.router.rule.threshold, plans[1].scores.flatten().sort(descending=True).values[3][None])
+    with pytest.raises(dg.DepthgateError, match="whole forward pass"):
+        update_thresholds(outer, plans[:1])
+
+
+def test_gates_by_hand():
+    s = torch.tensor([0.0, 1.0], requires_grad=True)
+    from depthgate.routing import GATES
+
+    assert GATES["one_plus_tanh"](s)[0] == 1
+    close(GATES["one_plus_tanh"](s)[1], torch.tensor(1 + math.tanh(1)))
+    close(GATES["sigmoid"](s)[1], torch.tensor(1 / (1 + math.exp(-1))))
+    assert GATES["raw"](s)[1] == 1
+    ones = GATES["straight_through"](s)
+    assert (ones == 1).all()
+    ones.sum().backward()
+    close(s.grad, torch.sigmoid(s) * (1 - torch.sigmoid(s)))
