@@ -1,0 +1,303 @@
+"""Mixture-of-Depths: the probes every peer fails at least one of."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import depthgate as dg
+from depthgate.layers import Attention, Block, MixtureOfDepths, MixtureOfExperts, MoD, SwiGLU
+from depthgate.ops.positions import masked_positions
+from depthgate.routing import RULES, TopTokens
+from tests.conftest import close
+
+D = 16
+
+
+def block(bidirectional=False, ffn=None):
+    return Block(D, Attention(D, 2, bidirectional=bidirectional), ffn or SwiGLU(D))
+
+
+def zero_router(module):
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if "router" in name:
+                p.zero_()
+
+
+class Recorder(nn.Module):
+    """A plain block: adds `amount`, and remembers what it was called with."""
+
+    def __init__(self, amount=0.0):
+        super().__init__()
+        self.amount, self.calls = amount, []
+
+    def forward(self, x, *args, **kwargs):
+        self.calls.append((x.clone(), args, kwargs))
+        return x + self.amount
+
+
+# 1. A zero branch is the identity.
+@pytest.mark.parametrize("gate", ["one_plus_tanh", "sigmoid", "raw", "straight_through"])
+def test_a_block_that_adds_nothing_leaves_x_bitwise_equal(gate):
+    x = torch.randn(3, 11, D)
+    layer = MixtureOfDepths(Recorder(), D, 0.3, gate=gate)
+    assert torch.equal(layer(x)[0], x)
+    assert torch.equal(layer(x, causal=True)[0], x)
+    native = block()
+    nn.init.zeros_(native.attention.out.weight)
+    nn.init.zeros_(native.ffn.down.weight)
+    update, _ = MoD(native, TopTokens(D, 0.3, gate=gate))(x)
+    assert torch.equal(x + update, x)
+
+
+# 2. Exactly k tokens are seen, in training and evaluation alike, and they are copies of rows of x.
+@pytest.mark.parametrize("training", [True, False])
+@given(st.integers(1, 3), st.integers(1, 20), st.sampled_from([0.125, 0.4, 1.0]))
+def test_the_block_sees_exactly_k_rows_of_x(training, B, T, capacity):
+    seen = Recorder(1.0)
+    layer = MixtureOfDepths(seen, D, capacity).train(training)
+    x = torch.randn(B, T, D)
+    y, plans = layer(x)
+    (rows, args, kwargs) = seen.calls[0]
+    k = max(1, int(capacity * T))
+    assert rows.shape == (B, k, D)
+    assert (args, kwargs) == ((), {})
+    for b in range(B):
+        where = [(x[b] == row).all(-1).nonzero().item() for row in rows[b]]
+        assert where == sorted(where)
+        assert where == plans[0].index[b, 0].tolist()
+        skipped = [t for t in range(T) if t not in where]
+        assert torch.equal(y[b, skipped], x[b, skipped])
+        assert (y[b, where] != x[b, where]).any(-1).all()
+
+
+# 3. Capacity 1 equals the dense block bit for bit, and positions survive.
+def test_capacity_one_with_gate_one_is_the_dense_block_bit_for_bit():
+    x = torch.randn(2, 12, D)
+    inner = block()
+    dense, _ = inner(x)
+    for router in (TopTokens(D, 1.0, gate="straight_through"), TopTokens(D, 1.0)):
+        if router.gate.__name__ == "one_plus_tanh":
+            nn.init.zeros_(router.proj.weight)
+        assert torch.equal(MoD(inner, router)(x)[0], dense)
+    plain = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0)
+    wrapped = MixtureOfDepths(plain, D, 1.0)
+    zero_router(wrapped)
+    assert torch.equal(wrapped(x)[0], plain(x))
+
+
+def test_routed_tokens_attend_among_themselves_at_their_own_positions():
+    inner = block().double()
+    router = TopTokens(D, 0.5).double()
+    x = torch.randn(2, 10, D, dtype=torch.float64)
+    update, (plan,) = MoD(inner, router)(x)
+    for b in range(2):
+        picked = plan.index[b, 0]
+        alone, _ = inner(x[b : b + 1, picked], pos=picked[None])
+        close(update[b, picked], plan.gates[b, 0, :, None] * alone[0])
+        renumbered, _ = inner(x[b : b + 1, picked])
+        assert not torch.allclose(renumbered, alone)
+        skipped = [t for t in range(10) if t not in picked.tolist()]
+        assert update[b, skipped].abs().sum() == 0
+
+
+# 6. Rows are independent of each other.
+def test_rows_are_independent():
+    x = torch.randn(4, 9, D, dtype=torch.float64)
+    for layer in (MoD(block(), TopTokens(D, 0.4)).double(), MixtureOfDepths(Recorder(1.0), D, 0.4).double()):
+        together = layer(x)[0]
+        for b in range(4):
+            close(layer(x[b : b + 1])[0], together[b : b + 1])
+
+
+# 8. Padding is never routed and changes nothing; packed documents stay apart.
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_padding_changes_nothing(side, causal):
+    layer = MoD(block(), TopTokens(D, 0.5)).double()
+    x = torch.randn(3, 8, D, dtype=torch.float64)
+    lengths = [8, 5, 0]
+    t = torch.arange(8)
+    mask = torch.stack([(t >= 8 - n) if side == "left" else (t < n) for n in lengths])
+    x[~mask] = torch.nan  # whatever lies in padding
+    update, (plan,) = layer(x, masked_positions(mask), causal=causal)
+    assert not plan.chosen[~mask].any()
+    assert (update[~mask] == 0).all()
+    for b, n in enumerate(lengths[:2]):
+        alone, _ = layer(x[b : b + 1, mask[b]], causal=causal)
+        close(update[b, mask[b]], alone[0])
+        assert not causal or plan.chosen[b].sum() == (plan.decision[b, mask[b]] >= 0).sum()
+        assert causal or plan.chosen[b].sum() == max(1, n // 2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_equal_separate_rows(causal):
+    layer = MoD(block(), TopTokens(D, 0.5)).double()
+    lengths = [5, 1, 4]
+    parts = [torch.randn(1, n, D, dtype=torch.float64) for n in lengths]
+    pos = torch.cat([torch.arange(n) for n in lengths])[None]
+    doc = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    packed, _ = layer(torch.cat(parts, 1), pos, doc, causal=causal)
+    close(packed, torch.cat([layer(p, causal=causal)[0] for p in parts], 1))
+
+
+# 4. In causal mode a later token never changes an earlier one (and in top-k mode it does).
+@pytest.mark.parametrize("rule", RULES)
+def test_the_future_does_not_leak_in_causal_mode(rule):
+    layer = MoD(block(), TopTokens(D, 0.5, rule=rule)).double()
+    x = torch.randn(2, 12, D, dtype=torch.float64)
+    layer.router.update(layer(x)[1][0])
+    changed = x.clone()
+    changed[:, 7:] = 3 * torch.randn_like(changed[:, 7:])
+    close(layer(x, causal=True)[0][:, :7], layer(changed, causal=True)[0][:, :7])
+    assert not torch.allclose(layer(x)[0][:, :7], layer(changed)[0][:, :7])
+
+
+def test_nobody_enters_and_nothing_is_computed():
+    class Never(nn.Module):
+        def forward(self, *args, **kwargs):
+            raise AssertionError("called")
+
+    x = torch.randn(2, 5, D)
+    layer = MoD(Never(), TopTokens(D, 0.5, rule="threshold"))
+    layer.router.rule.average.fill_(1e6)
+    layer.router.rule.weight.fill_(1.0)
+    with torch.no_grad():
+        update, (plan,) = layer(x, causal=True)
+    assert (update == 0).all()
+    assert plan.index.shape == (2, 1, 0)
+    wrapped = MixtureOfDepths(Never(), D, 0.5, rule=layer.router.rule)
+    assert torch.equal(wrapped(x, causal=True)[0], x)
+
+
+def test_nobody_enters_and_every_parameter_still_has_a_gradient():
+    layer = MoD(block(), TopTokens(D, 0.5, rule="threshold"))
+    layer.router.rule.average.fill_(1e6)
+    layer.router.rule.weight.fill_(1.0)
+    update, _ = layer(torch.randn(2, 5, D), causal=True)
+    update.sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in layer.parameters())
+
+
+# Drop-in: any block, per-token and per-batch keywords, masks.
+class ListensTo(nn.Module):
+    def forward(self, x, *, bias, pair, scale, note):
+        assert note == "as it is"
+        cos, sin = pair
+        return x + scale[:, None] * (bias[..., None] + cos * sin)
+
+
+@pytest.mark.parametrize("how", ["top k", "mask", "causal"])
+def test_per_token_keywords_travel_and_the_rest_stays(how):
+    B, T = 3, 10
+    x = torch.randn(B, T, D)
+    bias, cos, sin = torch.randn(B, T), torch.randn(1, T, D), torch.randn(B, T, D)
+    scale = torch.randn(B, 1)
+    layer = MixtureOfDepths(ListensTo(), D, 0.4, gate="straight_through")
+    mask = torch.ones(B, T, dtype=torch.bool)
+    mask[1, 6:] = False
+    options = {"top k": {}, "mask": {"mask": mask}, "causal": {"causal": True}}[how]
+    y, (plan,) = layer(x, bias=bias, pair=(cos, sin), scale=scale, note="as it is", **options)
+    everywhere = x + scale[:, None] * (bias[..., None] + cos * sin)
+    close(y, torch.where(plan.chosen, everywhere, x))
+    assert torch.equal(y[~plan.chosen[..., 0]], x[~plan.chosen[..., 0]])
+
+
+def test_transformer_encoder_layer_with_padding_equals_rows_alone():
+    plain = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0)
+    layer = MixtureOfDepths(plain, D, 0.5)
+    x = torch.randn(3, 8, D)
+    mask = torch.arange(8) < torch.tensor([[8], [5], [1]])
+    y, (plan,) = layer(x, mask=mask)
+    for b, n in enumerate((8, 5, 1)):
+        close(y[b, :n], layer(x[b : b + 1, :n])[0][0])
+        assert torch.equal(y[b, n:], x[b, n:])
+    assert plan.chosen.sum(1)[:, 0].tolist() == [4, 2, 1]
+
+
+def test_a_block_that_routes_hands_its_plans_on():
+    inner = MixtureOfDepths(Recorder(1.0), D, 0.5)
+    _, plans = MixtureOfDepths(inner, D, 0.5)(torch.randn(2, 16, D))
+    assert [p.index.shape[-1] for p in plans] == [8, 4]
+
+
+# 12. Staged MoDE by composition: the experts see routed tokens only.
+def test_staged_mode_is_mod_around_a_block_with_experts():
+    moe = MixtureOfExperts(D, 4, top_k=2)
+    layer = MoD(block(ffn=moe), TopTokens(D, 0.25))
+    x = torch.randn(2, 16, D)
+    update, (plan, inner) = layer(x)
+    assert plan.index.shape == (2, 1, 4)
+    assert inner.scores.shape == (2, 4, 4)
+    assert (update[~plan.chosen[..., 0]] == 0).all()
+    for causal in (False, True):
+        pos = torch.arange(16).repeat(2, 1)
+        pos[0, 3:] = -1
+        _, (outer, inner) = layer(x, pos, causal=causal)
+        assert int((inner.choice >= 0).sum()) == 2 * int(outer.chosen.sum())
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_empty_in_empty_out(shape):
+    x = torch.randn(*shape, D)
+    y, plans = MixtureOfDepths(nn.Linear(D, D), D, 0.5)(x)
+    assert y.shape == x.shape
+    assert len(plans) == 1
+    assert MoD(block(), TopTokens(D, 0.5))(x)[0].shape == x.shape
+
+
+@pytest.mark.parametrize("T", range(1, 8))
+def test_short_rows_route_one(T):
+    _, (plan,) = MixtureOfDepths(Recorder(), D, 0.125)(torch.randn(2, T, D))
+    assert plan.index.shape == (2, 1, 1)
+
+
+def test_dense_skips_cost_nothing():
+    """FLOPs fall with capacity, attention included."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    def flops(capacity):
+        layer = MoD(Block(64, Attention(64, 4), SwiGLU(64)), TopTokens(64, capacity))
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.randn(2, 64, 64))
+        return counter.get_total_flops()
+
+    router = 2 * 2 * 64 * 64
+    assert (flops(0.125) - router) * 8 == flops(1.0) - router
+
+
+def test_router_parameters_are_named_router():
+    layer = MixtureOfDepths(nn.Linear(D, D), D, 0.5, rule="predictor")
+    names = [n for n, _ in layer.named_parameters() if not n.startswith("block.")]
+    assert len(names) == 5
+    assert all("router" in n for n in names)
+
+
+def test_gradients_equal_those_of_a_written_out_layer():
+    """Through gather, gate and scatter: against plain indexing and autograd."""
+    lin = nn.Linear(D, D).double()
+    layer = MixtureOfDepths(lin, D, 0.5).double()
+    x = torch.randn(2, 8, D, dtype=torch.float64, requires_grad=True)
+    y, (plan,) = layer(x)
+    seed = torch.randn_like(y)
+    params = [x, *layer.parameters()]
+    fast = torch.autograd.grad(y, params, seed)
+    scores = x @ layer.router.proj.weight[0]
+    slow_rows = []
+    for b in range(2):
+        rows = list(x[b])
+        for t in plan.index[b, 0].tolist():
+            g = 1 + torch.tanh(scores[b, t])
+            rows[t] = (1 - g) * x[b, t] + g * lin(x[b, t])
+        slow_rows.append(torch.stack(rows))
+    slow = torch.autograd.grad(torch.stack(slow_rows), params, seed)
+    for a, b in zip(fast, slow, strict=True):
+        close(a, b)
+
+
+def test_public_names():
+    assert dg.MixtureOfDepths is MixtureOfDepths
+    with pytest.raises(AttributeError):
+        dg.nothing_of_the_kind  # noqa: B018
