@@ -78,6 +78,33 @@ def test_grouped_matmul_equals_its_twin(ends, shape, dtype):
         assert fast_grads[1][1].abs().sum() == 0
 
 
+def test_grouped_ops_keep_torchs_contract():
+    """torch's own checks of a custom op: schema, fake tensors, autograd, compilation."""
+    x, w = torch.randn(12, 16, requires_grad=True), torch.randn(3, 16, 24, requires_grad=True)
+    ends = torch.tensor([4, 4, 12], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.depthgate.grouped_mm.default, (x, w, ends))
+    y = torch.randn(12, 24, requires_grad=True)
+    torch.library.opcheck(torch.ops.depthgate.grouped_outer.default, (x, y, ends))
+    close(torch.ops.depthgate.grouped_outer(x, y, ends), reference.grouped_outer(x, y, ends))
+
+
+def test_grouped_matmul_passes_gradcheck_twice():
+    x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 3, 2, dtype=torch.float64, requires_grad=True)
+    ends = torch.tensor([2, 2, 6], dtype=torch.int32)
+    for check in (gradcheck, gradgradcheck):
+        assert check(lambda x, w: matmul.grouped_matmul(x, w, ends), (x, w))
+
+
+def test_grouped_matmul_counts_its_flops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, w = torch.randn(12, 16, requires_grad=True), torch.randn(3, 16, 24, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        matmul.grouped_matmul(x, w, torch.tensor([4, 4, 12], dtype=torch.int32)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 12 * 16 * 24
+
+
 def test_results_do_not_depend_on_what_memory_held():
     """Deterministic mode fills fresh memory with NaN: anything read before it is written would show."""
     x, w = torch.randn(12, 16), torch.randn(3, 16, 24)

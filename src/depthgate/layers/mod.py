@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from depthgate.errors import DepthgateError, check_count
+from depthgate.errors import InvalidValueError, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import masked_positions, plain_positions
 from depthgate.routing.gates import Gate, sigmoid
@@ -89,8 +89,10 @@ class MixtureOfDepths(nn.Module):
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
+        if not isinstance(block, nn.Module):
+            raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
         if isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first:
-            raise DepthgateError(
+            raise InvalidValueError(
                 "block has batch_first=False: build it with batch_first=True, x is (batch, tokens, dim)"
             )
         self.block = block
@@ -133,7 +135,7 @@ class MixtureOfDepths(nn.Module):
             out, inner = out
         if not isinstance(out, Tensor) or out.shape != rows.shape:
             got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            raise DepthgateError(
+            raise InvalidValueError(
                 f"block returned {got} for an input of shape {tuple(rows.shape)}: "
                 "it must return a tensor of the same shape, with its own residual"
             )

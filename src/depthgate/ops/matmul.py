@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.utils.flop_counter import register_flop_formula
 
 from depthgate.ops import reference
 
@@ -28,21 +29,79 @@ def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x (N, D) sorted by expert, weight (E, D, F), ends (E,) int32 -> (N, F): rows ends[e-1]:ends[e] times weight[e].
 
-    Rows from ends[-1] on cost no multiplication and are exactly 0, as are their gradients (`grouped_mm` would
-    leave both uninitialised).
+    Rows from ends[-1] on cost no multiplication and are exactly 0, as are their gradients (the kernel leaves both
+    uninitialised).
     """
     x, weight = _cast(x, weight)
-    if x.dtype is torch.float64:  # no grouped kernel has it; it serves checks, not speed
-        return reference.grouped_matmul(x, weight, ends)
-    N, out_features = x.shape[0], weight.shape[2]
     step = _ALIGN_BYTES // x.element_size()
+    out_features = weight.shape[2]
     pad_in, pad_out = -x.shape[1] % step, -out_features % step
     if pad_in or pad_out:
         x, weight = F.pad(x, (0, pad_in)), F.pad(weight, (0, pad_out, 0, pad_in))
-    owned = (torch.arange(N, device=x.device) < ends[-1])[:, None]
-    x = torch.where(owned, x, 0.0)
-    y = torch.where(owned, F.grouped_mm(x.contiguous(), weight.contiguous(), offs=ends), 0.0)
+    owned = (torch.arange(x.shape[0], device=x.device) < ends[-1])[:, None]
+    y = torch.where(owned, _grouped_mm(torch.where(owned, x, 0.0), weight, ends), 0.0)
     return y[:, :out_features] if pad_out else y
+
+
+# Ops of our own around F.grouped_mm, since torch.compile knows that one in bf16 only.
+
+
+@torch.library.custom_op("depthgate::grouped_mm", mutates_args=())
+def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if x.dtype is torch.float64:  # no grouped kernel has it; it serves checks, not speed
+        return reference.grouped_matmul(x, weight, ends)
+    if not weight.mT.is_contiguous():  # either major is fine, other strides are not
+        weight = weight.contiguous()
+    return F.grouped_mm(x.contiguous(), weight, offs=ends)
+
+
+@_grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("depthgate::grouped_outer", mutates_args=())
+def _grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """x (N, D), y (N, F) -> (E, D, F): x^T y over each expert's rows, the weight gradient of `_grouped_mm`."""
+    if x.dtype is torch.float64:
+        return reference.grouped_outer(x, y, ends)
+    return F.grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends)
+
+
+@_grouped_outer.register_fake
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs)
+
+
+def _grouped_mm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    grad_x = _grouped_mm(grad, weight.mT, ends) if needs_x else None
+    return grad_x, _grouped_outer(x, grad, ends) if needs_weight else None, None
+
+
+def _grouped_outer_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, y, ends = ctx.saved_tensors
+    return _grouped_mm(y, grad.mT, ends), _grouped_mm(x, grad, ends), None
+
+
+_grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
+_grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
+
+
+@register_flop_formula(torch.ops.depthgate.grouped_mm)
+def _grouped_mm_flops(x: list[int], weight: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
+    """As if every row had an expert: shapes cannot tell how many are skipped."""
+    return 2 * x[0] * x[1] * weight[2]
+
+
+@register_flop_formula(torch.ops.depthgate.grouped_outer)
+def _grouped_outer_flops(x: list[int], y: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
+    return 2 * x[0] * x[1] * y[1]
 
 
 def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:

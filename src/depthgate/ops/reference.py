@@ -52,6 +52,15 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Twin of `matmul._grouped_outer`: x^T y over each expert's rows of x (N, D) and y (N, F)."""
+    pieces, start = [], 0
+    for end in ends.tolist():
+        pieces.append(x[start:end].mT @ y[start:end])
+        start = end
+    return torch.stack(pieces)
+
+
 def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """Twin of `matmul.expert_matmul`: x (E, N, D) times weight (E, D, F), expert by expert."""
     return torch.stack([x[e] @ weight[e] for e in range(weight.shape[0])])

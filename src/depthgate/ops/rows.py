@@ -14,6 +14,11 @@ def _flat(index: Tensor, T: int) -> Tensor:
     return (index + starts[:, None]).flatten()
 
 
+def _shaped(x: Tensor, *shape: int) -> Tensor:
+    """x in another shape, as a tensor of its own and not a view: FSDP2 and in-place users of a result need that."""
+    return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
+
+
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]]."""
     B, T = x.shape[:2]
@@ -22,7 +27,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
         return x.new_zeros(B, index.shape[1], *features)
     flat = _flat(index, T)
     rows = x.reshape(B * T, -1)
-    return rows.gather(0, flat[:, None].expand(-1, rows.shape[1])).reshape(B, index.shape[1], *features)
+    return _shaped(rows.gather(0, flat[:, None].expand(-1, rows.shape[1])), B, index.shape[1], *features)
 
 
 def add_rows(rows: Tensor, index: Tensor, T: int) -> Tensor:
@@ -30,11 +35,11 @@ def add_rows(rows: Tensor, index: Tensor, T: int) -> Tensor:
     B, N, D = rows.shape
     flat = _flat(index, T)
     target = rows.new_zeros(B * T, D)
-    return target.scatter_add(0, flat[:, None].expand(-1, D), rows.reshape(B * N, D)).view(B, T, D)
+    return _shaped(target.scatter_add(0, flat[:, None].expand(-1, D), rows.reshape(B * N, D)), B, T, D)
 
 
 def put_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     """x (B, T, D), index (B, N) unique within a batch row, rows (B, N, D) -> x with those rows replaced."""
     B, T, D = x.shape
     flat = _flat(index, T)
-    return x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)).view(B, T, D)
+    return _shaped(x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)), B, T, D)

@@ -194,7 +194,7 @@ class SoftSlots(nn.Module):
         self.num_experts = check_count(num_experts, "num_experts")
         self.slots_per_expert = check_count(slots_per_expert, "slots_per_expert")
         self.phi = nn.Parameter(torch.empty(dim, num_experts * slots_per_expert))
-        self.scale = nn.Parameter(torch.empty(()))
+        self.scale = nn.Parameter(torch.empty(1))  # not 0-d: FSDP2 cannot shard that
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

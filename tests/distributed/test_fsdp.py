@@ -1,0 +1,74 @@
+"""FSDP2 on two gloo processes equals one process: losses, gradients, and a step in which nobody enters a block."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from tests.conftest import close
+from tests.zoo import D, build, gradients, loss
+
+NAMES = ["mod predictor", "mixture of depths", "moe tokens", "moe experts", "soft moe", "staged mode"]
+
+
+def _batch():
+    return torch.randn(4, 12, D, generator=torch.Generator().manual_seed(3))
+
+
+def _worker(rank: int, port: int, recompute: bool) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    for name in NAMES:
+        single, sharded = build(name), build(name)
+        for layer in getattr(sharded, "layers", ()):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        x = _batch()
+        mine = x[2 * rank : 2 * rank + 2]
+        # Means over the batch, so that the mean over ranks is the mean over all: balance is no mean, so leave it out.
+        y, plans = checkpoint(sharded, mine, use_reentrant=False) if recompute else sharded(mine)
+        plans = () if name in ("moe tokens", "staged mode") else plans
+        total = loss(y, plans)
+        total.backward()
+        mean = total.detach().clone()
+        dist.all_reduce(mean)
+        y, plans = single(x)
+        expected = loss(y, () if name in ("moe tokens", "staged mode") else plans)
+        expected.backward()
+        close(mean / 2, expected.detach())
+        grads = {n: g.full_tensor() for n, g in gradients(sharded).items() if g is not None}
+        for n, g in gradients(single).items():
+            if g is not None:
+                close(grads[n], g)
+    _step_without_anybody(rank, mesh)
+    dist.destroy_process_group()
+
+
+def _step_without_anybody(rank: int, mesh) -> None:
+    """On rank 1 no token passes the threshold; both ranks still meet in every collective."""
+    sharded = build("mod threshold")
+    for layer in sharded.layers:
+        layer.router.rule.average.fill_(1e6 if rank == 1 else -1e6)
+        layer.router.rule.weight.fill_(1.0)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    y, plans = sharded(_batch()[2 * rank : 2 * rank + 2], causal=True)
+    assert plans[0].chosen.any() == (rank == 0)
+    y.sum().backward()
+    assert all(g is not None for g in gradients(sharded).values())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_processes_equal_one(recompute):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(_worker, args=(port, recompute), nprocs=2)

@@ -1,0 +1,55 @@
+"""Row 39: compiled equals eager, with fullgraph, forward and backward; shapes may change."""
+
+import pytest
+import torch
+
+import depthgate as dg
+from tests.conftest import close
+from tests.zoo import LAYERS, D, build, gradients, loss
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_equals_eager(name):
+    x = torch.randn(2, 12, D)
+    eager, inside = build(name), build(name)
+    y, plans = eager(x)
+    loss(y, plans).backward()
+    compiled = torch.compile(inside, fullgraph=True)
+    z, compiled_plans = compiled(x)
+    loss(z, compiled_plans).backward()
+    close(z, y)
+    for a, b in zip(plans, compiled_plans, strict=True):
+        assert type(a) is type(b)
+        close(b.scores, a.scores)
+        for field in ("index", "choice", "order"):
+            if field in a._fields:
+                assert torch.equal(getattr(a, field), getattr(b, field))
+    for n, g in gradients(eager).items():
+        close(gradients(inside)[n], g)
+
+
+def test_compiled_masks_causal_mode_and_autocast():
+    """The causal choice compiles too: all T slots, the chosen filled."""
+    layer = build("mod")
+    x = torch.randn(2, 12, D)
+    close(torch.compile(layer, fullgraph=True)(x, causal=True)[0], layer(x, causal=True)[0])
+    torch._dynamo.reset()
+    encoder = dg.MoDEncoder(6, 16, num_layers=2).eval()
+    x, mask = torch.randn(3, 9, 6), torch.arange(9) < torch.tensor([[9], [4], [1]])
+    close(torch.compile(encoder, fullgraph=True)(x, mask), encoder(x, mask))
+    torch._dynamo.reset()
+    layer, x = build("moe tokens"), torch.randn(2, 12, D)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        close(torch.compile(layer, fullgraph=True)(x)[0].float(), layer(x)[0].float(), torch.bfloat16)
+
+
+def test_changing_lengths_recompile_a_bounded_number_of_times():
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    layer = build("mod")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+    for T in range(8, 24):
+        x = torch.randn(2, T, D)
+        close(compiled(x)[0], layer(x)[0])
+    assert counter.frame_count <= 3
