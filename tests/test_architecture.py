@@ -22,7 +22,7 @@ ALLOWED = {
     "encoders": {"errors", "ops", "routing", "layers"},
     "view": {"errors", "routing", "view"},
     "bench": {"errors", "config", "ops", "routing", "layers", "encoders", "bench"},
-    "demo": {"errors", "config", "routing", "encoders", "bench", "view"},
+    "demo": {"errors", "config", "routing", "encoders", "bench", "view", "demo"},
     "cli": {"_version", "errors", "config", "demo", "bench"},
     "__main__": {"cli"},
     "__init__": {"_version", "errors", "ops", "routing", "layers", "encoders"},

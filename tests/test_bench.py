@@ -1,6 +1,7 @@
 """`depthgate bench layers`: right figures, one object, and no time for a wrong answer."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,15 @@ from depthgate.layers.ffn import swiglu_hidden
 
 B, T, D, E = 2, 16, 32, 8
 SMALL = ["bench", "layers", "--dims", str(D), "--batch", str(B), "--seq", str(T), "--repeats", "1", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Thousands of tiny operators: on a busy machine threads that wait for each other take minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _rows(out: str) -> dict[tuple[str, str], dict[str, Any]]:

@@ -57,9 +57,7 @@ def test_token_choice_equals_the_loop(top_k, null, dtype):
     assert (plan.choice >= 4).any() == (null > 0)
     params = [x, *layer.parameters()]
     seed = torch.randn_like(y)
-    for a, b in zip(
-        torch.autograd.grad(y, params, seed), torch.autograd.grad(expected, params, seed), strict=True
-    ):
+    for a, b in zip(torch.autograd.grad(y, params, seed), torch.autograd.grad(expected, params, seed), strict=True):
         close(a, b)
 
 

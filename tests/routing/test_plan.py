@@ -24,8 +24,8 @@ def slots(dtype=F64, ragged=False):
 def groups(dtype=F64):
     """One row of three tokens, K = 2, two experts and one null (expert 2); token 2 is padding.
 
-    token 0 -> experts 1, 2(null); token 1 -> experts 0, 1. Pairs: 0:(t0,e1) 1:(t0,null) 2:(t1,e0) 3:(t1,e1) 4,5: padding.
-    Sorted by expert: pair 2 | pairs 0, 3 | the rest.
+    token 0 -> experts 1, 2(null); token 1 -> experts 0, 1. Pairs: 0 (t0, e1), 1 (t0, null),
+    2 (t1, e0), 3 (t1, e1), 4 and 5 padding. Sorted by expert: pair 2 | pairs 0, 3 | the rest.
     """
     order = torch.tensor([2, 0, 3, 1, 4, 5])
     place = torch.tensor([[[1, 3], [0, 2], [4, 5]]])
@@ -118,10 +118,7 @@ def test_combine_is_the_transpose_of_gated_dispatch(kind):
     plan = PLANS[kind]()
     y = tokens_for(plan)
     rows = torch.randn_like(plan.dispatch(y))
-    if isinstance(plan, Slots):
-        gates = plan.gates[..., None]
-    else:
-        gates = plan.gates.flatten()[plan.order][:, None]
+    gates = plan.gates[..., None] if isinstance(plan, Slots) else plan.gates.flatten()[plan.order][:, None]
     close((plan.combine(rows, y.shape[1]) * y).sum(), (rows * gates * plan.dispatch(y)).sum())
 
 

@@ -38,9 +38,7 @@ def test_top_tokens_routes_exactly_k_valid_tokens_ascending(size, capacity, data
         assert len(routed) == (max(1, math.floor(capacity * n)) if n else 0)
         assert routed.tolist() == sorted(set(routed.tolist()))
         assert valid[b][routed].all()
-        assert routed.tolist() == reference.top_tokens(
-            plan.scores[b, :, 0].tolist(), valid[b].tolist(), None, capacity
-        )
+        assert routed.tolist() == reference.top_tokens(plan.scores[b, :, 0].tolist(), valid[b].tolist(), None, capacity)
 
 
 @given(SIZES, CAPACITY, st.data())
@@ -81,7 +79,7 @@ def test_documents_are_routed_as_if_alone(size, capacity, data):
 @pytest.mark.parametrize("value", [0.0, math.inf, -math.inf, math.nan, 1e4, -1e4, 1e-45])
 def test_equal_and_odd_scores_give_exactly_k_and_finite_gates(gate, value):
     router = TopTokens(4, 0.25, gate=gate)
-    router.proj.forward = lambda x, valid=None: torch.full((*x.shape[:2], 1), value)  # noqa: ARG005
+    router.proj.forward = lambda x, valid=None: torch.full((*x.shape[:2], 1), value)
     plan = router(torch.randn(2, 16, 4))
     assert plan.index.tolist() == [[[0, 1, 2, 3]]] * 2
     assert plan.gates.isfinite().all()

@@ -23,13 +23,11 @@ def update_of(result: object) -> Tensor:
     return update
 
 
-def with_gradients(layer: nn.Module, fn: Callable[[Tensor], object], x: Tensor) -> list[Tensor]:
-    """[answer, gradient of x, gradients of the layer's parameters], for a loss with a fixed random gradient."""
+def with_gradients(layer: nn.Module, fn: Callable[[Tensor], object], x: Tensor, grad: Tensor) -> list[Tensor]:
+    """[answer, gradient of x, gradients of the layer's parameters], where `grad` is the gradient of the answer."""
     x = x.detach().requires_grad_()
     answer = update_of(fn(x))
-    grad = torch.randn(answer.shape, generator=torch.Generator().manual_seed(1)).to(answer)
-    gradients = torch.autograd.grad(answer, [x, *layer.parameters()], grad, materialize_grads=True)
-    return [answer.detach(), *gradients]
+    return [answer.detach(), *torch.autograd.grad(answer, [x, *layer.parameters()], grad, materialize_grads=True)]
 
 
 def agree(got: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> bool:
@@ -38,7 +36,7 @@ def agree(got: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -
 
 
 def _distance(got: Tensor, wanted: Tensor) -> float:
-    got, wanted = got.float(), wanted.float()
+    got, wanted = got.detach().float(), wanted.detach().float()
     scale = max(float(wanted.norm()), torch.finfo(torch.float32).tiny)
     return float((got - wanted).norm()) / scale
 

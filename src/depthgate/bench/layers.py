@@ -8,7 +8,9 @@ import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -48,33 +50,34 @@ def _heads(dim: int) -> int:
 def _cases(dim: int, config: BenchLayersConfig) -> Iterator[_Case]:
     """All layers of one width; every block starts from the same weights."""
     block = Block(dim, Attention(dim, _heads(dim)), SwiGLU(dim))
-    yield _Case("dense block", "dense block", block, lambda x: answers.plain_block(block, x))
+    yield _Case("dense block", "dense block", block, partial(answers.plain_block, block))
     for capacity in _CAPACITIES:
         mod = MoD(copy.deepcopy(block), TopTokens(dim, capacity))
-        yield _Case(f"MoD {capacity:.1%}", "dense block", mod, lambda x, mod=mod: answers.mod(mod, x))
+        yield _Case(f"MoD {100 * capacity:g}%", "dense block", mod, partial(answers.mod, mod))
 
     mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
     yield _Case("dense MLP", "dense MLP", mlp, mlp)
     top_k = min(2, config.experts)
     tokens = MixtureOfExperts(dim, config.experts, top_k)
-    yield _Case("MoE, tokens choose", "dense MLP", tokens, lambda x: answers.token_choice(tokens, x, top_k))
+    yield _Case("MoE token choice", "dense MLP", tokens, partial(answers.token_choice, tokens, top_k=top_k))
     experts = MixtureOfExperts(dim, config.experts, top_k, "experts")
-    capacity = top_k / config.experts
-    yield _Case("MoE, experts choose", "dense MLP", experts, lambda x: answers.expert_choice(experts, x, capacity))
+    share = top_k / config.experts
+    yield _Case("MoE expert choice", "dense MLP", experts, partial(answers.expert_choice, experts, capacity=share))
     soft = SoftMoE(dim, config.experts, max(1, config.seq // config.experts))
-    yield _Case("Soft MoE", "dense MLP", soft, lambda x: answers.soft_moe(soft, x))
+    yield _Case("Soft MoE", "dense MLP", soft, partial(answers.soft_moe, soft))
 
 
 def _right(case: _Case, dim: int, config: BenchLayersConfig) -> bool:
     """Whether the layer answers as its reference does, on two short rows."""
     layer = case.layer
     dtype = torch.float32
-    if config.device == "cuda" and case.name == "MoE, tokens choose":
+    if config.device == "cuda" and case.name == "MoE token choice":
         dtype = torch.bfloat16  # all that grouped products on CUDA offer
         layer = layer.to(dtype)
     x = torch.randn(2, min(_CHECK_TOKENS, config.seq), dim, device=config.device, dtype=dtype)
-    wanted = answers.with_gradients(layer, case.reference, x)
-    if not answers.agree(answers.with_gradients(layer, layer, x), wanted, dtype):
+    grad = torch.randn_like(x)
+    wanted = answers.with_gradients(layer, case.reference, x, grad)
+    if not answers.agree(answers.with_gradients(layer, layer, x, grad), wanted, dtype):
         return False
     if not isinstance(layer, MoD) or layer.router.capacity < 1:
         return True
@@ -83,8 +86,12 @@ def _right(case: _Case, dim: int, config: BenchLayersConfig) -> bool:
     return torch.equal(neutral(x)[0], layer.block(x)[0])
 
 
+def _forward(layer: Callable[[Tensor], object], x: Tensor, _: Tensor) -> object:
+    return layer(x)
+
+
 def _step(layer: Callable[[Tensor], object], x: Tensor, grad: Tensor) -> None:
-    answers.update_of(layer(x)).backward(grad)
+    answers.update_of(layer(x)).backward(grad)  # type: ignore[no-untyped-call]
 
 
 def _memory(fn: Callable[[], object], device: str) -> float | None:
@@ -106,6 +113,7 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
     dtype = getattr(torch, config.dtype)
     x = torch.randn(config.batch, config.seq, dim, device=config.device, dtype=dtype, requires_grad=True)
     grad = torch.randn_like(x)
+    pos = torch.arange(config.seq, device=config.device).repeat(config.batch, 1)
     rows: list[dict[str, Any]] = []
     runs: dict[str, Callable[[], object]] = {}
     layers: list[nn.Module] = []
@@ -115,29 +123,30 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
         for layer in layers:
             layer.zero_grad(set_to_none=True)
 
-    for case in _cases(dim, config):
+    for case in list(_cases(dim, config)):  # all built first: blocks are copied before the first is converted
         _say(f"width {dim}: {case.name}")
         layer = case.layer.to(config.device)
         about = {"dim": dim, "layer": case.name, "against": case.against}
         right = _right(case, dim, config)
         layer = layer.to(dtype)
-        # Dynamic shapes are for those who need them: every shape here is fixed.
+        # Every shape here is fixed: dynamic ones would only cost.
         fast = torch.compile(layer, fullgraph=True, dynamic=False) if config.compile else layer
+        # Positions as a model hands them to its blocks: to make them inside costs the compiled dense block a tenth.
+        given = {"pos": pos, "plain": True} if isinstance(layer, Block | MoD) else {}
+        eager, timed = partial(layer, **given), partial(fast, **given)
         if right and config.compile:
-            plain = answers.with_gradients(layer, layer, x)
-            right = answers.agree(answers.with_gradients(layer, fast, x), plain, dtype)
-            del plain
+            wanted = answers.with_gradients(layer, eager, x, grad)
+            right = answers.agree(answers.with_gradients(layer, timed, x, grad), wanted, dtype)
+            del wanted
         if not right:
             rows.append({**about, "error": "wrong answer"})
             continue
         layers.append(layer)
         # The forward pass is that of training: what the backward needs is kept. It is compiled once, for both.
-        for name, run, eager in (
-            ("forward", lambda fast=fast: fast(x), lambda layer=layer: layer(x)),
-            ("forward+backward", lambda fast=fast: _step(fast, x, grad), lambda layer=layer: _step(layer, x, grad)),
-        ):
-            flops = count_flops(eager)
+        for name, once in (("forward", _forward), ("forward+backward", _step)):
+            flops = count_flops(partial(once, eager, x, grad))
             clear()
+            run = partial(once, timed, x, grad)
             run()  # memory that is allocated once, and the compiler's first call, are no part of a step
             clear()
             rows.append({**about, "pass": name, "flops": flops, "memory_mib": _memory(run, config.device)})
@@ -162,6 +171,17 @@ def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+@contextmanager
+def _compiler(config: BenchLayersConfig) -> Iterator[None]:
+    """The compiler with an empty cache, and room in it: each layer is one more entry for the same function."""
+    if not config.compile:  # and so need not load it
+        yield
+        return
+    with torch._dynamo.config.patch(recompile_limit=64):
+        torch.compiler.reset()
+        yield
+
+
 def run(config: BenchLayersConfig, as_json: bool) -> None:
     """Measure every width, print one table or one JSON object; raises at the end if any layer was wrong."""
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -170,13 +190,11 @@ def run(config: BenchLayersConfig, as_json: bool) -> None:
         _heads(dim)
     about = machine(config.device)
     rows: list[dict[str, Any]] = []
-    # Each layer is one more entry of the compiler's cache for the same forward function.
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for dim in config.widths:
+    for dim in config.widths:
+        with _compiler(config):
             rows += _width(dim, config)
-            torch.compiler.reset()
-            if config.device == "cuda":
-                torch.cuda.empty_cache()
+        if config.device == "cuda":
+            torch.cuda.empty_cache()
     if as_json:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
     else:
@@ -192,35 +210,36 @@ def _say(text: str) -> None:
 
 
 def _print_table(about: dict[str, Any], config: BenchLayersConfig, rows: list[dict[str, Any]]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     shape = f"batch {config.batch}, seq {config.seq}, {config.dtype}{', compiled' if config.compile else ''}"
-    table = Table(title=f"Medians of {config.repeats} rounds, {shape}; ratios against the dense twin")
-    table.add_column("width", justify="right")
-    table.add_column("layer")
-    table.add_column("pass")
-    for name in ("ms", "time ratio", "GFLOP", "FLOP ratio", "TFLOP/s", "memory MiB"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        if "error" in row:
-            table.add_row(str(row["dim"]), row["layer"], "", row["error"], style="red")
-            continue
-        table.add_row(
-            str(row["dim"]),
-            row["layer"],
-            row["pass"],
-            f"{row['ms']:.3f}",
-            _number(row["time_ratio"]),
-            f"{row['flops'] / 1e9:.3f}",
-            _number(row["flop_ratio"]),
-            f"{row['tflop_per_s']:.3f}",
-            _number(row["memory_mib"]),
-        )
-    console.print(table)
+    for dim in config.widths:
+        table = Table(title=f"width {dim}, {shape}: medians of {config.repeats}", box=box.SIMPLE, padding=(0, 1, 0, 0))
+        table.add_column("layer", no_wrap=True)
+        table.add_column("pass", no_wrap=True)
+        for name in ("ms", "time x", "FLOP x", "GFLOP", "TFLOP/s", "MiB"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in (row for row in rows if row["dim"] == dim):
+            if "error" in row:
+                table.add_row(row["layer"], row["error"], style="red")
+                continue
+            table.add_row(
+                row["layer"],
+                "fwd" if row["pass"] == "forward" else "fwd+bwd",
+                f"{row['ms']:.2f}",
+                _figure(row["time_ratio"], 3),
+                _figure(row["flop_ratio"], 3),
+                f"{row['flops'] / 1e9:.2f}",
+                f"{row['tflop_per_s']:.3f}",
+                _figure(row["memory_mib"], 0),
+            )
+        console.print(table)
+    console.print("x: against the dense block (MoD) or the dense MLP (MoE). MiB: what a pass needs beyond the weights.")
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+def _figure(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,235 @@
+"""Self-contained HTML pages: text, tables and line charts as inline SVG. No network, no scripts, no dependencies.
+
+Every function returns Html, and every plain string handed to one is escaped; Html goes in as it is.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+Points = Sequence[tuple[float, float]]
+
+# A chart's drawing, in SVG units: the page shows it 340 to 580 pixels wide, so that the text stays readable.
+WIDTH, HEIGHT = 480, 320
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 52  # margins around the plot
+PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+# Series differ in colour and in dashes: nobody has to tell colours apart.
+_DASHES = ("none", "9 4", "2 3", "9 4 2 4", "5 3", "12 3 2 3 2 3")
+
+_STYLE = """
+:root { color-scheme: light dark; --text: #1c2024; --quiet: #5a626b; --page: #fff; --line: #c9ced4; --band: #f3f5f7;
+  --c0: #1f5fbf; --c1: #b4480f; --c2: #187a4b; --c3: #9a2f86; --c4: #7a6200; --c5: #0f7283; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6e8ea; --quiet: #a3abb3; --page: #15181b; --line: #454c53; --band: #1f2429;
+    --c0: #7fb0ff; --c1: #ff9f66; --c2: #63d19a; --c3: #ee90da; --c4: #e0c14a; --c5: #5fcbe0; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 1200px; padding: 1.25rem 1rem 3rem; color: var(--text); background: var(--page);
+  font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+p, figcaption { max-width: 75ch; } figcaption { color: var(--quiet); font-size: .9rem; margin-top: .5rem; }
+code { font-size: .9em; overflow-wrap: anywhere; background: var(--band); padding: .1em .3em; border-radius: 3px; }
+.wide { overflow-x: auto; } .wide:focus-visible { outline: 2px solid var(--c0); }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+thead th { white-space: normal; }
+th:first-child, td:first-child { text-align: left; } thead th { vertical-align: bottom; background: var(--band); }
+figure { margin: 0; min-width: 0; } figure svg { width: 100%; height: auto; max-width: 580px; display: block; }
+figcaption strong { color: var(--text); }
+.row { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
+.tiles { display: grid; gap: 1.2rem; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); }
+.tiles svg { max-width: 190px; }
+.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0 0; padding: 0;
+  font-size: .9rem; }
+.legend svg { display: inline-block; width: 36px; height: 10px; margin-right: .4rem; }
+svg text { fill: var(--text); font: 14px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+.grid { stroke: var(--line); stroke-width: 1; } .series { fill: none; stroke-width: 2.5; stroke-linejoin: round; }
+"""
+
+
+class Html(str):
+    """Markup that is to be put on the page as it is."""
+
+    __slots__ = ()
+
+
+def html(value: object) -> Html:
+    """A value as markup: Html unchanged, everything else as escaped text."""
+    return value if isinstance(value, Html) else Html(escape(str(value), quote=True))
+
+
+def join(parts: Sequence[object]) -> Html:
+    """Parts one after another."""
+    return Html("\n".join(html(part) for part in parts))
+
+
+def paragraph(*parts: object) -> Html:
+    """One paragraph; its parts follow each other without a gap."""
+    return Html(f"<p>{''.join(html(part) for part in parts)}</p>")
+
+
+def code(text: object) -> Html:
+    """A command, name or path."""
+    return Html(f"<code>{html(text)}</code>")
+
+
+def row(parts: Sequence[object]) -> Html:
+    """Figures side by side where the window is wide enough."""
+    return Html(f'<div class="row">{join(parts)}</div>')
+
+
+def tiles(parts: Sequence[object]) -> Html:
+    """Small figures, as many side by side as fit."""
+    return Html(f'<div class="tiles">{join(parts)}</div>')
+
+
+def page(title: str, sections: Mapping[str, object]) -> Html:
+    """A whole document: heading -> body, in order. A body under the heading "" stands straight below the title."""
+    body = join(
+        [
+            Html(f"<section>{f'<h2>{html(heading)}</h2>' if heading else ''}\n{html(content)}\n</section>")
+            for heading, content in sections.items()
+        ]
+    )
+    return Html(
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html(title)}</title>\n'
+        f"<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{html(title)}</h1>\n{body}\n</main>\n</body>\n</html>\n"
+    )
+
+
+def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: object = "") -> Html:
+    """A table whose first column names its rows. A window narrower than the table scrolls it."""
+    head = "".join(f'<th scope="col">{html(header)}</th>' for header in headers)
+    lines = [
+        f'<tr><th scope="row">{html(first)}</th>{"".join(f"<td>{html(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in rows
+    ]
+    # Focusable, so that the keyboard can scroll it. The caption stays outside: it is to wrap, not to scroll.
+    return Html(
+        f'<figure><div class="wide" tabindex="0" role="region" aria-label="Table"><table>\n'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody></table></div>\n"
+        f"{f'<figcaption>{html(caption)}</figcaption>' if caption else ''}</figure>"
+    )
+
+
+def line_chart(
+    title: str,
+    description: str,
+    series: Mapping[str, Points],
+    x_label: str,
+    y_label: str,
+    *,
+    log_y: bool = False,
+) -> Html:
+    """One line for each series (name -> points), with axes, ticks and a legend.
+
+    `description` is the figure's caption, and what a screen reader says. Points that cannot be drawn (not finite, or
+    not above 0 on a log axis) leave a gap.
+    """
+    lines = {name: _drawable(points, log_y) for name, points in series.items()}
+    drawn = [point for pieces in lines.values() for piece in pieces for point in piece]
+    x_ticks = linear_ticks([x for x, _ in drawn])
+    y_ticks = log_ticks([y for _, y in drawn]) if log_y else linear_ticks([y for _, y in drawn])
+
+    def across(x: float) -> float:
+        return LEFT + PLOT_WIDTH * (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+
+    def down(y: float) -> float:
+        low, high, at = (math.log10(v) if log_y else v for v in (y_ticks[0], y_ticks[-1], y))
+        return TOP + PLOT_HEIGHT * (high - at) / (high - low)
+
+    parts: list[str] = []
+    bottom, right = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
+    for tick in x_ticks:
+        x = f"{across(tick):.1f}"
+        parts.append(f'<line class="grid" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 5}"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 20}" text-anchor="middle">{tick:g}</text>')
+    for tick in y_ticks:
+        y = down(tick)
+        parts.append(f'<line class="grid" x1="{LEFT - 5}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 9}" y="{y + 5:.1f}" text-anchor="end">{tick:g}</text>')
+    middle = TOP + PLOT_HEIGHT / 2
+    parts.append(f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{html(x_label)}</text>')
+    parts.append(f'<text transform="translate(15 {middle}) rotate(-90)" text-anchor="middle">{html(y_label)}</text>')
+    for number, pieces in enumerate(lines.values()):
+        for piece in pieces:
+            at = [f"{across(x):.1f},{down(y):.1f}" for x, y in piece]
+            if len(at) == 1:  # a line needs two ends, and a lone value is to be seen
+                cx, cy = at[0].split(",")
+                parts.append(f'<circle cx="{cx}" cy="{cy}" r="4" fill="{_colour(number)}"/>')
+            else:
+                parts.append(f'<polyline class="series" {_stroke(number)} points="{" ".join(at)}"/>')
+    return Html(
+        f'<figure>{svg(title, description, WIDTH, HEIGHT, parts)}\n<ul class="legend">'
+        f"{''.join(_legend(number, name) for number, name in enumerate(series))}</ul>\n"
+        f"<figcaption><strong>{html(title)}.</strong> {html(description)}</figcaption></figure>"
+    )
+
+
+def svg(title: str, description: str, width: float, height: float, parts: Sequence[str]) -> Html:
+    """A drawing that says what it shows; `parts` are its elements."""
+    return Html(
+        f'<svg role="img" viewBox="0 0 {width:g} {height:g}"><title>{html(title)}</title>'
+        f"<desc>{html(description)}</desc>\n{chr(10).join(parts)}\n</svg>"
+    )
+
+
+def routed_image(title: str, image: Sequence[Sequence[float]], through: Sequence[Sequence[bool]]) -> Html:
+    """Rows of pixels in [0, 1], and beside each row a square for every layer: filled where `through` has it routed."""
+    size, gap = 14, 12
+    left, height = size * len(image[0]) + gap, size * len(image)
+    parts = [f'<rect width="{left - gap}" height="{height}" fill="none" stroke="var(--line)"/>']
+    for y, (pixels, layers) in enumerate(zip(image, through, strict=True)):
+        for x, ink in enumerate(pixels):
+            at = f'x="{size * x}" y="{size * y}" width="{size}" height="{size}"'
+            parts.append(f'<rect {at} fill="var(--text)" fill-opacity="{ink:.2f}"/>')
+        for x, routed in enumerate(layers):
+            at = f'x="{left + size * x + 2}" y="{size * y + 2}" width="{size - 4}" height="{size - 4}"'
+            parts.append(f'<rect {at} fill="{"var(--c0)" if routed else "none"}" stroke="var(--c0)"/>')
+    said = "; ".join(
+        f"row {y}: layers {', '.join(str(n) for n, routed in enumerate(layers, 1) if routed) or 'none'}"
+        for y, layers in enumerate(through, 1)
+    )
+    drawing = svg(title, said, left + size * len(through[0]), height, parts)
+    return Html(f"<figure>{drawing}<figcaption>{html(title)}</figcaption></figure>")
+
+
+def linear_ticks(values: Sequence[float]) -> list[float]:
+    """Round numbers, about five steps apart, that enclose the values."""
+    low, high = min(values, default=0.0), max(values, default=1.0)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    raw = (high - low) / 5
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = power * min((1, 2, 5, 10), key=lambda m: abs(math.log(m * power / raw)))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def log_ticks(values: Sequence[float]) -> list[float]:
+    """Powers of ten that enclose the values, all above 0; at least two."""
+    first = math.floor(math.log10(min(values, default=1.0)) + 1e-9)
+    last = math.ceil(math.log10(max(values, default=10.0)) - 1e-9)
+    return [10.0**n for n in range(first, max(last, first + 1) + 1)]
+
+
+def _drawable(points: Points, log_y: bool) -> list[Points]:
+    """Unbroken pieces of a series."""
+    fine = [math.isfinite(x) and math.isfinite(y) and (y > 0 or not log_y) for x, y in points]
+    cuts = [-1, *(i for i, good in enumerate(fine) if not good), len(points)]
+    return [points[a + 1 : b] for a, b in pairwise(cuts) if b - a > 1]
+
+
+def _colour(number: int) -> str:
+    return f"var(--c{number % 6})"
+
+
+def _stroke(number: int) -> str:
+    return f'stroke="{_colour(number)}" stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
+
+
+def _legend(number: int, name: str) -> str:
+    line = f'<line class="series" x1="0" x2="36" y1="5" y2="5" {_stroke(number)}/>'
+    return f'<li><svg viewBox="0 0 36 10" aria-hidden="true">{line}</svg>{html(name)}</li>'
