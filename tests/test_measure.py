@@ -46,19 +46,6 @@ def test_grouped_attention_counts_query_heads() -> None:
     assert flops == 7 * 2 * B * H * T * T * d
 
 
-def test_grouped_product_by_hand() -> None:
-    N, K, E, width = 10, 8, 3, 12
-    rows, weights = _leaf(N, K), _leaf(E, K, width)
-    ends = torch.tensor([2, 5, 10], dtype=torch.int32)
-    seed = torch.randn(N, width)
-    product = 2 * N * K * width
-    assert count_flops(lambda: F.grouped_mm(rows, weights, offs=ends)) == product
-    # Backward: rows against weights again, and the weight gradient, cut into groups along N on both sides.
-    assert count_flops(lambda: F.grouped_mm(rows, weights, offs=ends).backward(seed)) == 3 * product
-    by_expert = torch.randn(E, N, K)
-    assert count_flops(lambda: F.grouped_mm(by_expert, weights.detach())) == E * product
-
-
 def test_a_whole_block_and_its_mod_by_hand() -> None:
     B, T, D, hidden = 2, 16, 32, 24
 

@@ -17,6 +17,7 @@ class BenchLayersConfig:
         device: cpu or cuda
         dtype: float32 or bfloat16
         compile: compile every layer with torch.compile
+        cuda_graphs: with compile on cuda, replay each pass as a CUDA graph (mode reduce-overhead)
         repeats: timed rounds; every round runs every layer, and medians are reported
         seed: seed of weights and data
     """
@@ -28,6 +29,7 @@ class BenchLayersConfig:
     device: str = "cpu"
     dtype: str = "float32"
     compile: bool = False
+    cuda_graphs: bool = False
     repeats: int = 10
     seed: int = 0
 
@@ -38,6 +40,8 @@ class BenchLayersConfig:
             check_count(getattr(self, name), name)
         check_choice(self.device, "device", ("cpu", "cuda"))
         check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
+        if self.cuda_graphs and not (self.compile and self.device == "cuda"):
+            raise InvalidValueError("cuda_graphs is true: it needs --compile true and --device cuda")
 
     @property
     def widths(self) -> list[int]:

@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from depthgate.layers.attention import Attention, rope
+from depthgate.layers.attention import Attention
+from depthgate.ops.rope import rotation
+from depthgate.ops.rope import rope as turn
 from tests.conftest import close
+
+
+def rope(x, pos, base):
+    return turn(x, *rotation(pos, x.shape[-1] // 2, base, x.dtype))
 
 
 def naive(layer, x, pos, doc=None):

@@ -130,7 +130,8 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
         right = _right(case, dim, config)
         layer = layer.to(dtype)
         # Every shape here is fixed: dynamic ones would only cost.
-        fast = torch.compile(layer, fullgraph=True, dynamic=False) if config.compile else layer
+        mode = "reduce-overhead" if config.cuda_graphs else "default"
+        fast = torch.compile(layer, fullgraph=True, dynamic=False, mode=mode) if config.compile else layer
         # Positions as a model hands them to its blocks: to make them inside costs the compiled dense block a tenth.
         given = {"pos": pos, "plain": True} if isinstance(layer, Block | MoD) else {}
         eager, timed = partial(layer, **given), partial(fast, **given)
@@ -216,6 +217,7 @@ def _print_table(about: dict[str, Any], config: BenchLayersConfig, rows: list[di
 
     console = Console()
     shape = f"batch {config.batch}, seq {config.seq}, {config.dtype}{', compiled' if config.compile else ''}"
+    shape += ", CUDA graphs" if config.cuda_graphs else ""
     for dim in config.widths:
         table = Table(title=f"width {dim}, {shape}: medians of {config.repeats}", box=box.SIMPLE, padding=(0, 1, 0, 0))
         table.add_column("layer", no_wrap=True)

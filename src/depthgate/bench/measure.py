@@ -27,24 +27,16 @@ def _attention_backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *_
     return 2 * B * H * T * key[2] * (3 * d + 2 * value[3])
 
 
-def _grouped(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:
-    """a (..., M, K) times b (..., K, F). One side of two dimensions is cut into groups, which together are one
-    product over it; with two sides of three there is a whole product for each expert."""
-    products = a[0] if len(a) == len(b) == 3 else 1
-    return 2 * products * a[-2] * a[-1] * b[-1]
-
-
 _UNKNOWN_TO_TORCH = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    torch.ops.aten._grouped_mm: _grouped,
 }
 
 
 def count_flops(fn: Callable[[], object]) -> int:
     """FLOPs of the matrix products that `fn` runs, backward passes included: 2 for each multiply and add.
 
-    PyTorch's FlopCounterMode, taught attention on CPU and grouped products. Counted from shapes, therefore: a causal
+    PyTorch's FlopCounterMode, taught attention on CPU. Counted from shapes, therefore: a causal
     mask saves nothing; rows of a grouped product past its last offset are counted though not computed; elementwise
     work, sorting and moving rows are free. `fn` must not be compiled: the counter sees operators, not kernels.
     """

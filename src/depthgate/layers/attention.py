@@ -9,23 +9,13 @@ from torch import Tensor, nn
 from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import plain_positions
+from depthgate.ops.rope import rope, rotation
 
 
 class KeyValues(Protocol):
     """A layer's store of earlier keys and values, each (B, H, T, d), with their positions (B, T)."""
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-def rope(x: Tensor, pos: Tensor, base: float) -> Tensor:
-    """Rotate pairs (i, i + d/2) of x (B, H, T, d) by pos / base^(2i/d) (Su et al. 2021, RoFormer). Angles in fp32."""
-    half = x.shape[-1] // 2
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)
-    angle = pos[:, None, :, None].to(dtype) * frequency  # (B, 1, T, d/2)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 class Attention(nn.Module):
@@ -74,8 +64,8 @@ class Attention(nn.Module):
             check_per_token(pos, x, "pos")
         H, G, d = self.heads, self.kv_heads, self.head_dim
         q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).transpose(1, 2).split((H, G, G), dim=1)
-        q = rope(self.q_norm(q), pos, self.rope_base)
-        k = rope(self.k_norm(k), pos, self.rope_base)
+        cos, sin = rotation(pos, d // 2, self.rope_base, torch.promote_types(x.dtype, torch.float32))
+        q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         key_pos = pos
         if cache is not None:
             k, v, key_pos = cache.append(k, v, pos)

@@ -79,13 +79,14 @@ class Experts(nn.Module):
         y = _add(expert_matmul(h, self.down), self.down_bias)
         return y.reshape(E, B, C, D).transpose(0, 1)
 
-    def grouped(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows (N, D) sorted by expert, those of expert e ending at ends[e] -> (N, D); later rows are not computed."""
+    def grouped(self, rows: Tensor, ends: Tensor, complete: bool = False) -> Tensor:
+        """rows (N, D) sorted by expert, those of expert e ending at ends[e] -> (N, D); later rows are not computed,
+        and `complete` promises that there are none."""
         activation = _ACTIVATIONS[self.activation][1]
-        h = grouped_matmul(rows, self.up, ends)
+        h = grouped_matmul(rows, self.up, ends, complete)
         if self.up_bias is not None:
             h = h + _per_row(self.up_bias, ends, len(rows))
-        y = grouped_matmul(activation(h), self.down, ends)
+        y = grouped_matmul(activation(h), self.down, ends, complete)
         if self.down_bias is not None:
             y = y + _per_row(self.down_bias, ends, len(rows))
         return y

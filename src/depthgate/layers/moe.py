@@ -86,7 +86,7 @@ class MixtureOfExperts(nn.Module):
         T = x.shape[1]
         if isinstance(self.router, TopExperts):
             plan = self.router(x, None if plain else pos)
-            update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends), T)
+            update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends, plan.complete), T)
         else:
             plan = self.router(x, None if plain else pos, causal, doc=doc)
             real = plan.first_experts(self.num_experts)

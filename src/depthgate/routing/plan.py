@@ -86,6 +86,11 @@ class Groups(NamedTuple):
     scores: Tensor  # (B, T, E + null) fp32 logits
     valid: Tensor | None = None  # (B, T) bool; None: no padding
 
+    @property
+    def complete(self) -> bool:
+        """Whether every row surely has an expert: no padding, no null experts. Known without looking at the data."""
+        return self.valid is None and self.scores.shape[-1] == self.ends.shape[0]
+
     def dispatch(self, x: Tensor) -> Tensor:
         """x (B, T, ...) -> (N, ...), one row for each (token, k) pair."""
         B, T, K = self.gates.shape
@@ -95,8 +100,10 @@ class Groups(NamedTuple):
         """rows (N, D) -> update (B, T, D): the sum over a token's K rows of gate * row."""
         B, _, K = self.gates.shape
         picked = take_rows(rows[None], self.place.reshape(1, B * T * K))[0].reshape(B, T, K, rows.shape[-1])
-        computed = (self.place < self.ends[-1])[..., None]
-        return torch.where(computed, picked * self.gates[..., None].to(rows.dtype), 0.0).sum(2)
+        weighted = picked * self.gates[..., None].to(rows.dtype)
+        if not self.complete:
+            weighted = torch.where((self.place < self.ends[-1])[..., None], weighted, 0.0)
+        return weighted.sum(2)
 
 
 class Soft(NamedTuple):
