@@ -38,6 +38,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, complete: bool = Fal
     pad_in, pad_out = -x.shape[1] % step, -out_features % step
     if pad_in or pad_out:
         x, weight = F.pad(x, (0, pad_in)), F.pad(weight, (0, pad_out, 0, pad_in))
+    y: Tensor
     if complete:
         y = _grouped_mm(x, weight, ends)
     else:
