@@ -31,7 +31,10 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def add_rows(rows: Tensor, index: Tensor, T: int) -> Tensor:
-    """rows (B, N, D), index (B, N) -> (B, T, D): each row added at its index onto zeros."""
+    """rows (B, N, D), index (B, N) -> (B, T, D): each row added at its index onto zeros.
+
+    Where an index repeats (expert choice), CUDA adds in any order unless `torch.use_deterministic_algorithms`.
+    """
     B, N, D = rows.shape
     flat = _flat(index, T)
     target = rows.new_zeros(B * T, D)
