@@ -94,6 +94,21 @@ def _step(layer: Callable[[Tensor], object], x: Tensor, grad: Tensor) -> None:
     answers.update_of(layer(x)).backward(grad)  # type: ignore[no-untyped-call]
 
 
+def _captured(run: Callable[[], object], clear: Callable[[], None]) -> Callable[[], object]:
+    """The replay of one run as a CUDA graph: one launch for all its kernels."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # libraries set themselves up before a capture, not in it
+            run()
+            clear()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = run()
+    return lambda: (graph.replay(), kept)[0]
+
+
 def _memory(fn: Callable[[], object], device: str) -> float | None:
     """MiB that `fn` needs beyond what was held before it; None where nobody keeps count."""
     if device != "cuda":
@@ -130,8 +145,7 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
         right = _right(case, dim, config)
         layer = layer.to(dtype)
         # Every shape here is fixed: dynamic ones would only cost.
-        mode = "reduce-overhead" if config.cuda_graphs else "default"
-        fast = torch.compile(layer, fullgraph=True, dynamic=False, mode=mode) if config.compile else layer
+        fast = torch.compile(layer, fullgraph=True, dynamic=False) if config.compile else layer
         # Positions as a model hands them to its blocks: to make them inside costs the compiled dense block a tenth.
         given = {"pos": pos, "plain": True} if isinstance(layer, Block | MoD) else {}
         eager, timed = partial(layer, **given), partial(fast, **given)
@@ -151,7 +165,8 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
             run()  # memory that is allocated once, and the compiler's first call, are no part of a step
             clear()
             rows.append({**about, "pass": name, "flops": flops, "memory_mib": _memory(run, config.device)})
-            runs[f"{case.name}, {name}"] = run
+            clear()
+            runs[f"{case.name}, {name}"] = _captured(run, clear) if config.cuda_graphs else run
             clear()
 
     seconds = interleaved(runs, config.repeats, _WARMUP, config.device, clear)
