@@ -105,8 +105,8 @@ def _captured(run: Callable[[], object], clear: Callable[[], None]) -> Callable[
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = run()
-    return lambda: (graph.replay(), kept)[0]
+        run()
+    return graph.replay
 
 
 def _memory(fn: Callable[[], object], device: str) -> float | None:
