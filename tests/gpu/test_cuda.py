@@ -62,7 +62,7 @@ def test_bf16_layers_are_finite_and_repeat_bitwise(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_training_step_waits_for_nothing(name):
-    """No host sync in the top-k pass and its backward: torch raises on any. In bf16, since grouped products in fp32 do."""
+    """No host sync in the top-k pass and its backward: torch raises on any. (Grouped products in fp32 do wait.)"""
     layer = build(name).to("cuda", torch.bfloat16)
     x = torch.randn(2, 12, D, device="cuda", dtype=torch.bfloat16)
     loss(*layer(x)).backward()
