@@ -205,6 +205,22 @@ def test_per_token_keywords_travel_and_the_rest_stays(how):
     assert torch.equal(y[~plan.chosen[..., 0]], x[~plan.chosen[..., 0]])
 
 
+class Crosses(nn.Module):
+    def forward(self, x, *, memory, shift):
+        assert memory.shape[1] == 6
+        return x + memory.mean(1, keepdim=True) + shift
+
+
+def test_named_keywords_travel_and_only_those():
+    """A memory as long as x looks per token; naming the others leaves it whole."""
+    x, memory, shift = torch.randn(2, 6, D), torch.randn(2, 6, D), torch.randn(2, 6, D)
+    layer = MixtureOfDepths(Crosses(), D, 0.5, gate="straight_through", per_token=["shift"])
+    mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    for options in ({}, {"mask": mask}):
+        y, (plan,) = layer(x, memory=memory, shift=shift, **options)
+        close(y, torch.where(plan.chosen, x + memory.mean(1, keepdim=True) + shift, x))
+
+
 def test_transformer_encoder_layer_with_padding_equals_rows_alone():
     plain = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0)
     layer = MixtureOfDepths(plain, D, 0.5)

@@ -1,5 +1,6 @@
 """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258): only the tokens a router picks go through a block."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -83,9 +84,11 @@ class MixtureOfDepths(nn.Module):
         *,
         gate: str | Gate = "one_plus_tanh",
         rule: str | nn.Module = "scores",
+        per_token: Collection[str] | None = None,
     ) -> None:
         """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
-        rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.rules)."""
+        rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.rules).
+        per_token: names of the block's keywords that travel with the tokens; unless given, shapes tell."""
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
@@ -96,6 +99,7 @@ class MixtureOfDepths(nn.Module):
                 "block has batch_first=False: build it with batch_first=True, x is (batch, tokens, dim)"
             )
         self.block = block
+        self.per_token = None if per_token is None else frozenset(per_token)
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **kwargs: Any
@@ -103,7 +107,8 @@ class MixtureOfDepths(nn.Module):
         """x (B, T, D); mask (B, T), True at real tokens; causal, decide by the causal rule instead of the top k.
 
         Other keywords go to the block. Tensors of shape (B, T, ...) or (1, T, ...), alone or within tuples, lists and
-        dicts, are per token and travel with the tokens; everything else is handed on as it is.
+        dicts, are per token and travel with the tokens; everything else is handed on as it is. Where a shape may
+        deceive (a memory as long as x, a (T, T) mask when B = T), name the per-token ones in `per_token`.
         """
         check_tokens(x, self.dim)
         if mask is not None:
@@ -129,7 +134,8 @@ class MixtureOfDepths(nn.Module):
 
     def _through_block(self, x: Tensor, plan: Slots, kwargs: dict[str, Any]) -> tuple[Tensor, Plans]:
         rows = plan.dispatch(x)[:, 0]
-        out = self.block(rows, **_for_tokens(kwargs, plan, x))
+        moving = {k: v for k, v in kwargs.items() if self.per_token is None or k in self.per_token}
+        out = self.block(rows, **{**kwargs, **_for_tokens(moving, plan, x)})
         inner: Plans = ()
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):  # a block that routes, too
             out, inner = out
