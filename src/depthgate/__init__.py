@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 from depthgate._version import __version__
 
 _HOMES = {
+    "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),
     "depthgate.layers": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
+    "depthgate.model": ("Decoder",),
     "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
     "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
 }
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from depthgate import layers as layers
     from depthgate import ops as ops
     from depthgate import routing as routing
+    from depthgate.config import ModelConfig as ModelConfig
     from depthgate.encoders import MoDEncoder as MoDEncoder
     from depthgate.encoders import SoftMoEBlock as SoftMoEBlock
     from depthgate.encoders import SoftMoEEncoder as SoftMoEEncoder
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from depthgate.layers import MixtureOfDepths as MixtureOfDepths
     from depthgate.layers import MixtureOfExperts as MixtureOfExperts
     from depthgate.layers import SoftMoE as SoftMoE
+    from depthgate.model import Decoder as Decoder
     from depthgate.routing import Groups as Groups
     from depthgate.routing import Slots as Slots
     from depthgate.routing import Soft as Soft

@@ -9,12 +9,8 @@ from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count
 from depthgate.ops.matmul import expert_matmul, grouped_matmul
+from depthgate.ops.sizes import swiglu_hidden
 from depthgate.routing.plan import Plans
-
-
-def swiglu_hidden(dim: int) -> int:
-    """The hidden size at which SwiGLU has the weights of a plain MLP four times as wide: 8/3 dim, a multiple of 8."""
-    return -(-8 * dim // 24) * 8
 
 
 def swiglu(gate_and_up: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count
-from depthgate.layers.ffn import Experts, SwiGLU, swiglu_hidden
+from depthgate.layers.ffn import Experts, SwiGLU
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import masked_positions
+from depthgate.ops.sizes import swiglu_hidden
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import TopExperts, TopTokens
 

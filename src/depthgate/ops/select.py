@@ -4,18 +4,11 @@ Scores become unique int64 keys (score order in the high half, position in the l
 and compiler that sorts keys right chooses the same tokens. Twins: `reference.top_tokens`, `reference.compact`.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 _LOWEST = -(2**31)  # int32: padding
 _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
-
-
-def budget(capacity: float, tokens: int) -> int:
-    """k: how many of `tokens` valid tokens are routed. At least one, unless there are none."""
-    return min(tokens, max(1, math.floor(capacity * tokens)))
 
 
 def budgets(capacity: float, tokens: Tensor) -> Tensor:

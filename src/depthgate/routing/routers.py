@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, check_capacity, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
-from depthgate.ops.select import budget, compact, top_k, top_of_documents
+from depthgate.ops.select import compact, top_k, top_of_documents
+from depthgate.ops.sizes import budget
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
 from depthgate.routing.rules import Threshold, rule_from

@@ -1,0 +1,105 @@
+"""Parameters and FLOPs of a decoder from its configuration alone. Imports no torch.
+
+A FLOP is a multiply or an add of a matrix product, as torch's FlopCounterMode counts with attention written out: a
+causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice.
+"""
+
+from dataclasses import dataclass
+
+from depthgate.config import ModelConfig
+from depthgate.ops.sizes import budget, swiglu_hidden
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Weights used, and FLOPs of one sequence: forward, and forward with backward."""
+
+    parameters: int = 0
+    forward: int = 0
+    training: int = 0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.parameters + other.parameters, self.forward + other.forward, self.training + other.training)
+
+
+def _product(rows: int, inputs: int, outputs: int, passes: int = 3) -> int:
+    """FLOPs of a product: forward alone is one pass, each gradient another."""
+    return passes * 2 * rows * inputs * outputs
+
+
+def _linear(rows: int, inputs: int, outputs: int, *, bias: bool = False, input_gradient: bool = True) -> Cost:
+    weights = inputs * outputs + (outputs if bias else 0)
+    training = _product(rows, inputs, outputs, 3 if input_gradient else 2)
+    return Cost(weights, _product(rows, inputs, outputs, 1), training)
+
+
+def _attention(config: ModelConfig, rows: int) -> Cost:
+    """Rows of one sequence that attend to each other."""
+    d, heads, kv = config.dim // config.heads, config.heads, config.kv_heads or config.heads
+    cost = _linear(rows, config.dim, (heads + 2 * kv) * d) + _linear(rows, config.dim, config.dim)
+    scores = 2 * rows * rows * config.dim  # q k^T over all heads; the weights times v cost the same
+    norms = Cost(2 * d) if config.qk_norm else Cost()
+    return cost + Cost(0, 2 * scores, 3 * 2 * scores) + norms
+
+
+def _feed_forward(config: ModelConfig, rows: int, with_experts: bool) -> Cost:
+    hidden = config.hidden or swiglu_hidden(config.dim)
+    if not with_experts:
+        return _linear(rows, config.dim, 2 * hidden) + _linear(rows, hidden, config.dim)
+    hidden = config.expert_hidden or hidden
+    router = _linear(rows, config.dim, config.experts + config.null_experts)
+    # Every choice counted as computed: how many go to null experts is up to the router.
+    used = _linear(rows * config.top_k, config.dim, 2 * hidden) + _linear(rows * config.top_k, hidden, config.dim)
+    one = Cost(used.parameters * config.experts, used.forward, used.training)
+    cost = router + one
+    if config.shared_experts:
+        width = config.shared_experts * hidden
+        cost += _linear(rows, config.dim, 2 * width) + _linear(rows, width, config.dim)
+    return cost
+
+
+def _router(config: ModelConfig, tokens: int) -> Cost:
+    """Scores of all tokens, and of the predictor where that is the rule. The threshold has no weights."""
+    cost = _linear(tokens, config.dim, 1)
+    if config.rule == "predictor":
+        half = max(1, config.dim // 2)
+        cost += _linear(tokens, config.dim, half, bias=True, input_gradient=False)
+        cost += _linear(tokens, half, 1, bias=True)
+    return cost
+
+
+def layer_cost(config: ModelConfig, kind: str, tokens: int) -> Cost:
+    """One layer of a kind over one sequence of `tokens` tokens."""
+    routed = kind in ("mod", "mode")
+    rows = budget(config.capacity, tokens) if routed else tokens
+    norms = Cost(2 * config.dim)
+    cost = _attention(config, rows) + _feed_forward(config, rows, kind in ("moe", "mode")) + norms
+    return cost + _router(config, tokens) if routed else cost
+
+
+def model_cost(config: ModelConfig, tokens: int | None = None) -> Cost:
+    """The whole model over one sequence, head included; `context` tokens unless told."""
+    tokens = config.context if tokens is None else tokens
+    cost = Cost(config.vocab * config.dim + config.dim)  # embedding and final norm
+    head = _linear(tokens, config.dim, config.vocab)
+    cost += Cost(0, head.forward, head.training) if config.tied else head
+    for kind in config.kinds:
+        cost += layer_cost(config, kind, tokens)
+    return cost
+
+
+def parameters(config: ModelConfig) -> int:
+    """How many weights the model has."""
+    return model_cost(config, 1).parameters
+
+
+def forward_flops(config: ModelConfig, tokens: int | None = None) -> float:
+    """Forward FLOPs a token, in a sequence of `tokens`."""
+    tokens = tokens or config.context
+    return model_cost(config, tokens).forward / tokens
+
+
+def training_flops(config: ModelConfig, tokens: int | None = None) -> float:
+    """Forward and backward FLOPs a token, in a sequence of `tokens`."""
+    tokens = tokens or config.context
+    return model_cost(config, tokens).training / tokens

@@ -1,0 +1,151 @@
+"""The decoder: causal, packed, counted; parameters and FLOPs from the configuration alone."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import depthgate as dg
+from depthgate import flops
+from depthgate.ops import reference
+from depthgate.ops.loss import linear_cross_entropy
+from depthgate.routing import RULES, predictor_bce
+from tests.conftest import close
+
+SMALL = {"vocab": 50, "dim": 32, "layers": 4, "heads": 4, "context": 24, "capacity": 0.25, "experts": 4}
+CONFIGS = {
+    "dense": {},
+    "gqa, qk-norm, untied": {"kv_heads": 2, "qk_norm": True, "tied": False},
+    "mod": {"pattern": "dense,mod"},
+    "mod by scores": {"pattern": "dense,mod", "rule": "scores"},
+    "moe": {"pattern": "dense,moe", "shared_experts": 1, "null_experts": 2, "expert_hidden": 16},
+    "mode": {"pattern": "mode,dense", "rule": "threshold"},
+}
+each = pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def build(options, seed=0):
+    torch.manual_seed(seed)
+    return dg.Decoder(dg.ModelConfig(**SMALL, **options))
+
+
+def tokens(B=2, T=24):
+    return torch.randint(50, (B, T))
+
+
+@each
+def test_parameters_and_flops_equal_the_built_model(options):
+    model = build(options)
+    config = model.config
+    assert flops.parameters(config) == sum(p.numel() for p in model.parameters())
+    for T in (24, 7):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            out = model(tokens(1, T))
+        assert counter.get_total_flops() == flops.forward_flops(config, T) * T
+        total = out.logits.sum()
+        for plan in out.plans:
+            if config.rule == "predictor" and hasattr(plan, "decision"):
+                total = total + predictor_bce(plan)
+        with FlopCounterMode(display=False) as counter:
+            total.backward()
+        backward = flops.training_flops(config, T) * T - flops.forward_flops(config, T) * T
+        assert counter.get_total_flops() == backward
+
+
+@each
+def test_the_future_never_leaks_in_causal_mode(options):
+    model = build(options).double()
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 13:] = (changed[:, 13:] + 7) % 50
+    close(model(ids, causal=True).logits[:, :13], model(changed, causal=True).logits[:, :13])
+    assert not torch.allclose(model(ids, causal=True).logits[:, 13:], model(changed, causal=True).logits[:, 13:])
+
+
+@each
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_documents_equal_separate_ones(options, causal):
+    model = build(options).double()
+    lengths = [9, 4, 11]
+    ids = tokens(1, 24)
+    pos = torch.cat([torch.arange(n) for n in lengths])[None]
+    doc = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    packed = model(ids, pos, doc, causal=causal).logits
+    alone = [model(part, causal=causal).logits for part in ids.split(lengths, 1)]
+    close(packed, torch.cat(alone, 1))
+
+
+@each
+def test_left_padding_equals_the_row_alone(options):
+    model = build(options).double()
+    ids = tokens(2, 12)
+    pos = torch.arange(12).repeat(2, 1)
+    pos[1] -= 5
+    padded = model(ids, pos.clamp(min=-1), causal=True).logits
+    close(padded[0], model(ids[:1], causal=True).logits[0])
+    close(padded[1, 5:], model(ids[1:, 5:], causal=True).logits[0])
+
+
+@each
+def test_the_loss_is_the_cross_entropy_of_the_logits(options):
+    model = build(options)
+    ids = tokens()
+    targets = tokens()
+    targets[0, :5] = -1
+    loss, plans = model.loss(ids, targets)
+    logits, expected_plans = model(ids)
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+    close(loss, expected)
+    assert len(plans) == len(expected_plans)
+    got = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+    wanted = torch.autograd.grad(expected, [*model.parameters()], allow_unused=True)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            close(a, b)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
+def test_chunked_cross_entropy_equals_its_twin(chunk):
+    x = torch.randn(7, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 10, -1, 3, 3, -7, 5])
+    close(linear_cross_entropy(x, w, targets, chunk), reference.linear_cross_entropy(x, w, targets))
+    assert gradcheck(lambda x, w: linear_cross_entropy(x, w, targets, chunk), (x, w))
+    assert linear_cross_entropy(x, w, torch.full((7,), -1), chunk).item() == 0
+
+
+def test_every_rule_generates_causally_after_training_a_little():
+    """One step of the whole: top-k loss, the rule's own loss, and a causal pass that routes a sane share."""
+    for rule in RULES:
+        model = build({"pattern": "dense,mod", "rule": rule})
+        logits, plans = model(tokens(), causal=True)
+        assert logits.isfinite().all()
+        assert len(plans) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"pattern": "dense,soft_moe"}, "Soft MoE"),
+        ({"pattern": "dense,fancy"}, "'fancy'"),
+        ({"hidden": 10**9}, "hidden is 1000000000"),
+        ({"dim": 10**9}, "dim is 1000000000"),
+        ({"heads": 3}, "dim 32 .* heads 3"),
+        ({"capacity": 0.0}, "capacity is 0.0"),
+        ({"top_k": 9}, "top_k is 9"),
+        ({"rule": "luck"}, "'luck'"),
+        ({"vocab": -1}, "vocab is -1"),
+        ({"layers": "four"}, "'four'"),
+    ],
+)
+def test_bad_configurations(options, says):
+    with pytest.raises(dg.DepthgateError, match=says):
+        dg.ModelConfig(**{**SMALL, **options})
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(3), torch.zeros(1, 2, 3).long(), torch.zeros(1, 3), [[1, 2]]])
+def test_bad_tokens(ids):
+    with pytest.raises(dg.DepthgateError, match="tokens"):
+        build({})(ids)
