@@ -21,6 +21,8 @@ ALLOWED = {
     "layers": {"errors", "ops", "routing", "layers"},
     "flops": {"config", "ops"},
     "model": {"errors", "config", "ops", "routing", "layers"},
+    "presets": {"errors"},
+    "train": {"errors", "config", "presets", "flops", "ops", "routing", "layers", "model", "train"},
     "encoders": {"errors", "ops", "routing", "layers"},
     "view": {"errors", "routing", "view"},
     "bench": {"errors", "config", "ops", "routing", "layers", "encoders", "bench"},

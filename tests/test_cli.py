@@ -34,6 +34,10 @@ def test_version_and_help():
         (["bench", "layers", "--dtype", "int8"], "'int8'"),
         (["demo", "--config", "missing.yaml"], "missing.yaml"),
         ([], "verb"),
+        (["bench"], "bench-layers"),
+        (["demo", "--seed", "9" * 24], "seed is 999"),
+        (["bench", "layers", "--seed", "9" * 24], "seed is 999"),
+        (["bench", "layers", "--batch", "1000000", "--seq", "1000000"], "out of memory"),
     ],
 )
 def test_bad_options_exit_2_with_a_short_message(args, says):
@@ -51,6 +55,8 @@ def test_a_yaml_file_sets_options_and_unknown_keys_are_refused(tmp_path, capsys)
     assert "epochs is 0" in capsys.readouterr().err
     bad = tmp_path / "bad.yaml"
     bad.write_text("epoch: 1\n")
-    with pytest.raises(SystemExit) as caught:
-        main(["demo", "--config", str(bad)])
-    assert caught.value.code == 2
+    for verb in (["demo"], ["bench", "layers"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*verb, "--config", str(bad)])
+        assert caught.value.code == 2
+        assert "'epoch'" in capsys.readouterr().err

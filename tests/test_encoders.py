@@ -77,7 +77,10 @@ def test_the_last_valid_step_of_a_masked_row_equals_the_row_alone(make, side):
     lengths = [12, 7, 1, 0]
     t = torch.arange(12)
     mask = torch.stack([(t >= 12 - n) if side == "left" else (t < n) for n in lengths])
+    x[~mask] = torch.nan  # whatever lies in padding
     out = encoder(x, mask)
+    out.sum().backward()
+    assert all(p.grad.isfinite().all() for p in encoder.parameters())
     for b, n in enumerate(lengths[:3]):
         close(out[b], encoder(x[b : b + 1, mask[b]])[0])
         assert n == mask[b].sum()
@@ -160,8 +163,15 @@ def test_soft_moe_block_has_its_residual():
     nn.init.zeros_(block.moe.experts.down)
     nn.init.zeros_(block.moe.experts.down_bias)
     assert torch.equal(block(x), x)
+
+
+def test_soft_moe_block_takes_a_mask():
+    block = dg.SoftMoEBlock(16, num_experts=3).eval()
+    x = torch.randn(2, 5, 16)
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    assert block(x, mask=mask).shape == x.shape
+    y = block(x, mask=mask)
+    close(y[1, :3], block(x[1:, :3])[0])
+    assert torch.equal(y[1, 3:], x[1, 3:])
 
 
 def test_dropout_acts_in_training_only():

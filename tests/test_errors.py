@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import depthgate as dg
-from depthgate.layers import Attention, Block, Experts, SwiGLU
+from depthgate.layers import Attention, Block, Experts, MoD, SwiGLU
 from depthgate.routing import Threshold, TopTokens
 
 D = 16
@@ -32,7 +32,17 @@ CONSTRUCTION = {
     "negative null": (lambda: dg.MixtureOfExperts(D, 4, null_experts=-1), "null_experts is -1"),
     "fractional experts": (lambda: dg.MixtureOfExperts(D, 2.5), "2.5"),
     "choice": (lambda: dg.MixtureOfExperts(D, 4, choice="everyone"), "'everyone'.*experts, tokens"),
-    "rule of expert choice": (lambda: dg.MixtureOfExperts(D, 4, choice="experts", rule="scores"), "threshold"),
+    "capacity 10**400": (lambda: dg.MixtureOfDepths(LINEAR, D, capacity=10**400), "1000000"),
+    "unhashable gate": (lambda: TopTokens(D, 0.5, gate=[]), r"gate is \[\]"),
+    "unhashable rule": (lambda: TopTokens(D, 0.5, rule={}), "rule is {}"),
+    "rule without use": (lambda: dg.MixtureOfExperts(D, 4, rule="scores"), "choice='experts'"),
+    "rule of expert choice": (lambda: dg.MixtureOfExperts(D, 4, choice="experts", rule=[]), "threshold"),
+    "huge dim": (lambda: dg.SoftMoE(10**30, 4), "dim is 1000"),
+    "huge experts": (lambda: dg.MixtureOfExperts(D, 10**12), "num_experts is 1000000000000"),
+    "window beside seq_len": (lambda: dg.SoftMoEEncoder(8, 16, window_size=-5, seq_len=10), "window_size is -5"),
+    "parts of two widths": (lambda: Block(D, Attention(2 * D, 2), SwiGLU(D)), "attention has dim 32"),
+    "threshold experts": (lambda: Threshold(-1), "experts is -1"),
+    "per_token": (lambda: dg.MixtureOfDepths(LINEAR, D, per_token="pos"), "'pos'"),
     "heads": (lambda: dg.MoDEncoder(8, 30, num_heads=4), "hidden_size 30 .* num_heads 4"),
     "attention heads": (lambda: Attention(30, 4), "dim 30 .* heads 4"),
     "kv heads": (lambda: Attention(32, 4, 3), "heads 4 .* kv_heads 3"),
@@ -59,7 +69,7 @@ CONSTRUCTION = {
 
 @pytest.mark.parametrize(("make", "says"), CONSTRUCTION.values(), ids=CONSTRUCTION.keys())
 def test_refused_at_construction(make, says):
-    with pytest.raises(dg.DepthgateError, match=says.replace("[", r"\[")) as caught:
+    with pytest.raises(dg.DepthgateError, match=says.replace("[0.5]", r"\[0.5\]")) as caught:
         make()
     assert isinstance(caught.value, ValueError)
     assert len(str(caught.value)) < 250
@@ -75,7 +85,11 @@ LAYERS = {
     "soft block": dg.SoftMoEBlock(D),
     "router": TopTokens(D, 0.5),
     "attention": Attention(D, 2),
+    "block": Block(D, Attention(D, 2), SwiGLU(D)),
+    "native mod": MoD(Block(D, Attention(D, 2), SwiGLU(D)), TopTokens(D, 0.5)),
+    "swiglu": SwiGLU(D),
 }
+UNMASKED = ("router", "attention", "block", "native mod", "swiglu")
 
 
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS.keys())
@@ -94,7 +108,7 @@ def test_wrong_rank_width_or_type_of_x(layer, x, says):
         layer(x)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in ("router", "attention")])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in UNMASKED])
 @pytest.mark.parametrize(
     ("mask", "says"),
     [
@@ -114,6 +128,14 @@ def test_wrong_positions_and_documents():
         LAYERS["router"](X, torch.zeros(2, 6))
     with pytest.raises(dg.DepthgateError, match=r"doc .*\(2, 5\)"):
         LAYERS["router"](X, torch.zeros(2, 6).long(), doc=torch.zeros(2, 5).long())
+    with pytest.raises(dg.DepthgateError, match=r"keep .*float32"):
+        LAYERS["router"](X, keep=torch.zeros(2, 6))
+    with pytest.raises(dg.DepthgateError, match=r"doc .*\(2, 5\)"):
+        LAYERS["attention"](X, doc=torch.zeros(2, 5).long())
+    with pytest.raises(dg.DepthgateError, match="doc and cache"):
+        LAYERS["attention"](X, doc=torch.zeros(2, 6).long(), cache=object())
+    with pytest.raises(dg.DepthgateError, match=r"\(2, 3, 4\)"):
+        Experts(2, D, D)(torch.randn(2, 3, 4))
     with pytest.raises(dg.DepthgateError, match="one document a row"):
         LAYERS["soft moe"](X, doc=torch.zeros(2, 6).long())
 
@@ -134,6 +156,8 @@ class Returns(nn.Module):
         (lambda x: x[:, :1], r"\(2, 1, 16\)"),
         (lambda x: (x, x), "a tuple"),
         (lambda x: None, "a NoneType"),
+        (lambda x: (x, (x, x)), "tuple of plans"),
+        (lambda x: x.long(), "int64"),
     ],
 )
 def test_a_block_that_changes_the_shape(what, says):

@@ -97,12 +97,14 @@ def test_two_runs_are_bitwise_equal_even_in_poisoned_memory(name):
 @every_layer
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (1, 7), (0, 4), (2, 0)])
 def test_small_shapes(name, shape):
+    """Each row of a small batch equals the row alone, and empty gives empty."""
     layer = build(name)
     x = torch.randn(*shape, D)
     y, plans = layer(x)
     assert y.shape == x.shape
-    assert y.isfinite().all()
     assert len(plans) >= 1
+    for b in range(shape[0]):
+        close(y[b], layer(x[b : b + 1])[0][0])
 
 
 # 27: strides
@@ -252,7 +254,7 @@ def test_a_shared_block_is_one_block():
     inner = nn.Linear(D, D)
     a, b = dg.MixtureOfDepths(inner, D, 0.5), dg.MixtureOfDepths(inner, D, 0.5)
     both = nn.ModuleList([a, b])
-    assert len(list(both.parameters())) == 4
+    assert len(list(both.parameters())) == 2 + 2 * 2
     x = torch.randn(2, 8, D)
     b(a(x)[0])[0].sum().backward()
     assert inner.weight.grad.abs().sum() > 0

@@ -5,7 +5,7 @@ from torch import nn
 
 import depthgate as dg
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
-from depthgate.routing import Plan, TopTokens, causal_bce, load_balance, predictor_bce, z_loss
+from depthgate.routing import Plan, TopTokens, causal_bce, load_balance, z_loss
 from depthgate.routing.plan import Groups, Slots
 
 D = 16
@@ -54,7 +54,9 @@ def loss(y: torch.Tensor, plans: tuple[Plan, ...]) -> torch.Tensor:
     total = y.float().pow(2).mean()
     for plan in plans:
         if isinstance(plan, Slots):
-            total = total + 0.1 * (causal_bce(plan) + predictor_bce(plan) + z_loss(plan))
+            total = total + 0.1 * z_loss(plan)
+            if plan.decision.requires_grad and not plan.causal:  # a threshold has nothing to train
+                total = total + 0.1 * causal_bce(plan)
         elif isinstance(plan, Groups):
             total = total + 0.1 * (load_balance(plan) + z_loss(plan))
     return total

@@ -24,12 +24,11 @@ def _bench_layers(config: BenchLayersConfig, as_json: bool) -> None:
     run(config, as_json)
 
 
-# (verb, ...) -> (configuration, function)
-_VERBS: dict[tuple[str, ...], tuple[type[Any], Any]] = {
-    ("bench", "layers"): (BenchLayersConfig, _bench_layers),
-    ("demo",): (DemoConfig, _demo),
+# verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
+_VERBS: dict[str, tuple[type[Any], Any]] = {
+    "bench-layers": (BenchLayersConfig, _bench_layers),
+    "demo": (DemoConfig, _demo),
 }
-_GROUPS = {"bench": "measure speed and FLOPs, with the answer checked first"}
 
 
 def _about(config: type[Any]) -> str:
@@ -49,32 +48,32 @@ def build_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="depthgate", description="Mixture-of-Depths, MoDE and Soft MoE for PyTorch")
     parser.add_argument("--version", action="version", version=f"depthgate {__version__}")
     verbs = parser.add_subcommands(dest="verb")
-    for group, about in _GROUPS.items():
-        group_parser = ArgumentParser(description=about)
-        verbs.add_subcommand(group, group_parser, help=about)
-        members = group_parser.add_subcommands(dest="what")
-        for path, (config, _) in _VERBS.items():
-            if path[0] == group:
-                members.add_subcommand(path[1], _verb_parser(config), help=_about(config))
-    for path, (config, _) in _VERBS.items():
-        if len(path) == 1:
-            verbs.add_subcommand(path[0], _verb_parser(config), help=_about(config))
+    for verb, (config, _) in _VERBS.items():
+        verbs.add_subcommand(verb, _verb_parser(config), help=_about(config))
     return parser
+
+
+def _join_words(argv: Sequence[str]) -> list[str]:
+    """["bench", "layers", ...] -> ["bench-layers", ...]: the parser reads yaml for one level of verbs only."""
+    first = "-".join(argv[:2])
+    return [first, *argv[2:]] if len(argv) > 1 and first in _VERBS else list(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
-    options = build_parser().parse_args(argv)
-    path: tuple[str, ...] = (options.verb,)
+    options = build_parser().parse_args(_join_words(sys.argv[1:] if argv is None else argv))
+    config_type, function = _VERBS[options.verb]
     options = options[options.verb]
-    if path[0] in _GROUPS:
-        path, options = (*path, options.what), options[options.what]
-    config_type, function = _VERBS[path]
     try:
         config = config_type(**{f.name: options[f.name] for f in fields(config_type)})
         function(config, options.json)
     except DepthgateError as error:
         print(f"depthgate: error: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "alloc" not in str(error) and "out of memory" not in str(error):
+            raise
+        print(f"depthgate: error: out of memory: {str(error).splitlines()[0]}; ask for less", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("depthgate: interrupted", file=sys.stderr)

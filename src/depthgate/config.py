@@ -46,6 +46,7 @@ class BenchLayersConfig:
             check_count(width, "dims", minimum=16)
         for name in ("batch", "seq", "experts", "repeats"):
             check_count(getattr(self, name), name)
+        check_count(self.seed, "seed", minimum=0)
         check_choice(self.device, "device", ("cpu", "cuda"))
         check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
         if self.cuda_graphs and self.device != "cuda":

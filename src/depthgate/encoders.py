@@ -55,6 +55,7 @@ class _SequenceEncoder(nn.Module):
         check_tokens(x, self.embed_dim, dim_name="embed_dim")
         if mask is not None:
             check_per_token(mask, x, "mask", torch.bool)
+            x = torch.where(mask[..., None], x, 0.0)  # whatever lies in padding, NaN included
         pos = plain_positions(x) if mask is None else masked_positions(mask)
         plans: Plans = ()
         hidden = self.project(x)
@@ -179,8 +180,9 @@ class SoftMoEEncoder(_SequenceEncoder):
         seq_len: int | None = None,
     ) -> None:
         """seq_len: how many ages are told apart; window_size unless given."""
-        window = check_count(window_size, "window_size") if seq_len is None else check_count(seq_len, "seq_len")
-        super().__init__(embed_dim, hidden_size, window)
+        check_count(window_size, "window_size")
+        seq_len = window_size if seq_len is None else check_count(seq_len, "seq_len")
+        super().__init__(embed_dim, hidden_size, seq_len)
         for _ in range(check_count(num_layers, "num_layers")):
             self.layers.append(SoftMoEBlock(hidden_size, num_experts, dropout))
 

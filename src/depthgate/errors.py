@@ -17,34 +17,48 @@ class InvalidValueError(DepthgateError, ValueError):
     """A value outside its allowed range; also a ValueError, as Python expects."""
 
 
+def _number(value: Any) -> float:
+    """A real number as float; NaN, which no range holds, for everything else."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
 def check_capacity(value: Any, name: str = "capacity") -> float:
     """A share of tokens: a real number in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) <= 1.0:
-        raise InvalidValueError(f"{name} is {value!r}: it must be a number in (0, 1], where 1 routes every token")
+    if not 0.0 < _number(value) <= 1.0:
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in (0, 1], where 1 routes every token")
     return float(value)
 
 
 def check_probability(value: Any, name: str) -> float:
     """A dropout rate: a real number in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 <= float(value) < 1.0:
-        raise InvalidValueError(f"{name} is {value!r}: it must be a number in [0, 1)")
+    if not 0.0 <= _number(value) < 1.0:
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in [0, 1)")
     return float(value)
-
-
-def check_count(value: Any, name: str, minimum: int = 1, maximum: int | None = None) -> int:
-    """A whole number of at least `minimum` and, if given, at most `maximum`."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or value < minimum or (maximum is not None and value > maximum):
-        allowed = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-        raise InvalidValueError(f"{name} is {value!r}: it must be a whole number {allowed}")
-    return int(value)
 
 
 def check_positive(value: Any, name: str) -> float:
     """A finite real number above zero."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0.0 < float(value) < math.inf:
-        raise InvalidValueError(f"{name} is {value!r}: it must be a finite number above 0")
+    if not 0.0 < _number(value) < math.inf:
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be a finite number above 0")
     return float(value)
+
+
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_count(value: Any, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+    """A whole number from `minimum` to `maximum`."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    if not whole or not minimum <= value <= maximum:
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be a whole number from {minimum} to {maximum}")
+    return int(value)
 
 
 def check_divides(part: int, whole: int, part_name: str, whole_name: str) -> int:
@@ -58,6 +72,10 @@ def check_divides(part: int, whole: int, part_name: str, whole_name: str) -> int
 
 def check_choice(value: Any, name: str, allowed: Collection[str]) -> str:
     """One of a fixed set of names."""
-    if value not in allowed:
-        raise InvalidValueError(f"{name} is {value!r}: it must be one of {', '.join(sorted(allowed))}")
-    return str(value)
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be one of {', '.join(sorted(allowed))}")
+    return value
+
+
+class DepthgateWarning(UserWarning):
+    """Something went wrong that depthgate could work around; the text says what was done instead."""

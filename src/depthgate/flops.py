@@ -59,8 +59,8 @@ def _feed_forward(config: ModelConfig, rows: int, with_experts: bool) -> Cost:
 
 
 def _router(config: ModelConfig, tokens: int) -> Cost:
-    """Scores of all tokens, and of the predictor where that is the rule. The threshold has no weights."""
-    cost = _linear(tokens, config.dim, 1)
+    """Scores of all tokens, and those of the predictor where that is the rule; the other rules have no weights."""
+    cost = _linear(tokens, config.dim, 1, bias=True)
     if config.rule == "predictor":
         half = max(1, config.dim // 2)
         cost += _linear(tokens, config.dim, half, bias=True, input_gradient=False)

@@ -49,6 +49,7 @@ def _worker(rank: int, port: int, recompute: bool) -> None:
             if g is not None:
                 close(grads[n], g)
     _step_without_anybody(rank, mesh)
+    _masks_that_differ(rank, mesh)
     dist.destroy_process_group()
 
 
@@ -64,6 +65,20 @@ def _step_without_anybody(rank: int, mesh) -> None:
     assert plans[0].chosen.any() == (rank == 0)
     y.sum().backward()
     assert all(g is not None for g in gradients(sharded).values())
+
+
+def _masks_that_differ(rank: int, mesh) -> None:
+    """The drop-in layer on ranks with other masks: equal to one process, also with the block sharded by itself."""
+    x = _batch()
+    mask = torch.arange(12) < torch.tensor([[12], [12], [7], [3]])
+    mine = slice(2 * rank, 2 * rank + 2)
+    single, sharded = build("mixture of depths"), build("mixture of depths")
+    fully_shard(sharded.block, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    sharded(x[mine], mask=mask[mine])[0].pow(2).mean().backward()
+    single(x, mask=mask)[0].pow(2).mean().backward()
+    for n, g in gradients(single).items():
+        close(gradients(sharded)[n].full_tensor(), g)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

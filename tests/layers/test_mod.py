@@ -169,16 +169,97 @@ def test_nobody_enters_and_nothing_is_computed():
     assert (update == 0).all()
     assert plan.index.shape == (2, 1, 0)
     wrapped = MixtureOfDepths(Never(), D, 0.5, rule=layer.router.rule)
-    assert torch.equal(wrapped(x, causal=True)[0], x)
+    with torch.no_grad():
+        assert torch.equal(wrapped(x, causal=True)[0], x)
+        assert torch.equal(wrapped(x, mask=torch.zeros(2, 5, dtype=torch.bool))[0], x)
+
+
+def closed(layer):
+    """A layer whose threshold nobody passes."""
+    layer.router.rule.average.fill_(1e6)
+    layer.router.rule.weight.fill_(1.0)
+    return layer
 
 
 def test_nobody_enters_and_every_parameter_still_has_a_gradient():
-    layer = MoD(block(), TopTokens(D, 0.5, rule="threshold"))
-    layer.router.rule.average.fill_(1e6)
-    layer.router.rule.weight.fill_(1.0)
-    update, _ = layer(torch.randn(2, 5, D), causal=True)
-    update.sum().backward()
+    x = torch.randn(2, 5, D)
+    layer = closed(MoD(block(), TopTokens(D, 0.5, rule="threshold")))
+    layer(x, causal=True)[0].sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in layer.parameters())
+    encoder = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True)
+    for plain in (nn.Linear(D, D), encoder):
+        layer = closed(MixtureOfDepths(plain, D, 0.5, rule="threshold"))
+        for call in ({"causal": True}, {"mask": torch.zeros(2, 5, dtype=torch.bool)}):
+            layer.zero_grad(set_to_none=True)
+            y, _ = layer(x, **call)
+            assert torch.equal(y, x)
+            y.sum().backward()
+            assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in layer.parameters())
+
+
+def test_a_block_with_a_padding_mask_gets_ragged_rows_in_one_call():
+    """One call, and the same as the rows alone: lengths differ, one row has nobody."""
+    calls = []
+    plain = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0)
+    plain.register_forward_pre_hook(lambda m, args: calls.append(args[0].shape))
+    layer = MixtureOfDepths(plain, D, 0.5).double()
+    x = torch.randn(4, 8, D, dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(8) < torch.tensor([[8], [5], [0], [3]])
+    y, _ = layer(x, mask=mask)
+    assert calls == [(4, 4, D)]
+    y.pow(2).sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    assert x.grad.isfinite().all()
+    for b, n in ((0, 8), (1, 5), (3, 3)):
+        close(y[b, :n], layer(x[b : b + 1, :n])[0][0])
+    assert torch.equal(y[2], x[2])
+    # the block's own padding mask, where the caller gives one as well, joins ours
+    hidden = ~mask
+    hidden[0, :4] = True
+    z, (plan,) = layer(x, mask=mask, src_key_padding_mask=hidden)
+    picked = plan.index[0, 0]
+    alone = plain(x[:1, picked], src_key_padding_mask=hidden[:1, picked])
+    gates = plan.gates[0, 0, :, None]
+    close(z[0, picked], (1 - gates) * x[0, picked] + gates * alone[0])
+
+
+def test_a_causal_call_reaches_a_routed_block_within():
+    """Nested routing is causal too; a block that routes by the top k inside a causal call is refused."""
+    layer = MixtureOfDepths(MixtureOfDepths(Recorder(1.0), D, 0.5), D, 0.5)
+    x = torch.randn(2, 12, D)
+    changed = x.clone()
+    changed[:, 7:] *= -3
+    y, plans = layer(x, causal=True)
+    assert all(plan.causal for plan in plans)
+    assert torch.equal(y[:, :7], layer(changed, causal=True)[0][:, :7])
+
+    class Hidden(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = MixtureOfDepths(Recorder(1.0), D, 0.5)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    layer = MixtureOfDepths(Hidden(), D, 0.5)
+    assert len(layer(x)[1]) == 2
+    with pytest.raises(dg.DepthgateError, match="leak the future"):
+        layer(x, causal=True)
+
+
+def test_identity_and_capacity_one_hold_for_inf_and_fp16_extremes():
+    x = torch.randn(2, 6, D)
+    x[0, 2, 3], x[1, 1, 1] = torch.inf, -torch.inf
+    assert torch.equal(MixtureOfDepths(Recorder(), D, 1.0)(x)[0], x)
+
+    class Negative(nn.Module):
+        def forward(self, x):
+            return -x
+
+    x = torch.full((1, 4, D), 50_000.0, dtype=torch.float16)
+    layer = MixtureOfDepths(Negative(), D, 1.0)
+    zero_router(layer)
+    assert torch.equal(layer(x)[0], -x)
 
 
 # Drop-in: any block, per-token and per-batch keywords, masks.
@@ -287,7 +368,7 @@ def test_dense_skips_cost_nothing():
 def test_router_parameters_are_named_router():
     layer = MixtureOfDepths(nn.Linear(D, D), D, 0.5, rule="predictor")
     names = [n for n, _ in layer.named_parameters() if not n.startswith("block.")]
-    assert len(names) == 5
+    assert len(names) == 6
     assert all("router" in n for n in names)
 
 
@@ -300,7 +381,7 @@ def test_gradients_equal_those_of_a_written_out_layer():
     seed = torch.randn_like(y)
     params = [x, *layer.parameters()]
     fast = torch.autograd.grad(y, params, seed)
-    scores = x @ layer.router.proj.weight[0]
+    scores = x @ layer.router.proj.weight[0] + layer.router.proj.bias
     slow_rows = []
     for b in range(2):
         rows = list(x[b])

@@ -128,6 +128,13 @@ def test_the_shared_expert_is_always_on():
     shared, layer.shared = layer.shared, None
     close(with_shared, layer(x)[0] + shared(x)[0])
     assert shared.hidden == 2 * layer.experts.hidden
+    layer.shared = shared
+    mask = torch.tensor([[True] * 5, [True, True, False, False, False]])
+    x[~mask] = torch.nan
+    y, _ = layer(x, mask=mask)
+    assert (y[~mask] == 0).all()
+    y.sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
 def test_rows_of_a_moe_are_independent():

@@ -56,7 +56,7 @@ def test_compact_lists_the_chosen_then_distinct_others(chosen, extra):
     slots = min(len(chosen), count + extra)
     index, filled = compact(torch.tensor(chosen), slots)
     assert index[filled].tolist() == [t for t, c in enumerate(chosen) if c]
-    assert filled.tolist() == [s < count for s in range(slots)]
+    assert (index.tolist(), filled.tolist()) == reference.compact(chosen, slots)
     assert len(set(index.tolist())) == slots
 
 

@@ -72,7 +72,7 @@ def mod(layer: MoD, x: Tensor) -> Tensor:
     assert isinstance(layer.block, Block)
     rows = []
     for row in x:
-        scores = row @ layer.router.proj.weight[0]  # (T,)
+        scores = row @ layer.router.proj.weight[0] + layer.router.proj.bias  # (T,)
         chosen = scores.topk(max(1, math.floor(layer.router.capacity * len(row)))).indices.sort().values
         update = block(layer.block, row[None, chosen], chosen[None].float())[0]
         rows.append(torch.zeros_like(row).index_put((chosen,), update * (1 + scores[chosen].tanh())[:, None]))
@@ -100,7 +100,7 @@ def expert_choice(layer: MixtureOfExperts, x: Tensor, capacity: float) -> Tensor
     """Row by row and expert by expert: its k most probable tokens, each weighted by that probability."""
     rows = []
     for row in x:
-        probability = (row @ layer.router.proj.weight.T).softmax(-1)  # (T, E)
+        probability = (row @ layer.router.proj.weight.T + layer.router.proj.bias).softmax(-1)  # (T, E)
         out = torch.zeros_like(row)
         for e in range(layer.num_experts):
             chosen = probability[:, e].topk(max(1, math.floor(capacity * len(row)))).indices

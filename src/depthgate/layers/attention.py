@@ -62,6 +62,10 @@ class Attention(nn.Module):
             pos, plain = plain_positions(x), doc is None and cache is None
         else:
             check_per_token(pos, x, "pos")
+        if doc is not None:
+            check_per_token(doc, x, "doc")
+            if cache is not None:
+                raise InvalidValueError("doc and cache are both given: a cache holds one document a row")
         H, G, d = self.heads, self.kv_heads, self.head_dim
         q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).transpose(1, 2).split((H, G, G), dim=1)
         cos, sin = rotation(pos, d // 2, self.rope_base, torch.promote_types(x.dtype, torch.float32))

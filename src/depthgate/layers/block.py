@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from depthgate.errors import check_count, check_probability
+from depthgate.errors import InvalidValueError, check_count, check_probability
 from depthgate.layers.attention import Attention
+from depthgate.ops.checks import check_tokens
 from depthgate.routing.plan import Plans
 
 
@@ -15,6 +16,9 @@ class Block(nn.Module):
     def __init__(self, dim: int, attention: Attention, ffn: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
+        for name, part in (("attention", attention), ("ffn", ffn)):
+            if getattr(part, "dim", dim) != dim:
+                raise InvalidValueError(f"{name} has dim {part.dim}, the block {dim}: give both the same")
         self.attention_norm = nn.RMSNorm(dim)
         self.attention = attention
         self.ffn_norm = nn.RMSNorm(dim)
@@ -30,6 +34,7 @@ class Block(nn.Module):
         causal: bool = False,
         plain: bool = False,
     ) -> tuple[Tensor, Plans]:
+        check_tokens(x, self.dim)
         attended = self.attention(self.attention_norm(x), pos, doc, cache, plain)
         attended = self.dropout(attended)
         fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, doc=doc, causal=causal, plain=plain)

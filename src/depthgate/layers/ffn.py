@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import check_choice, check_count
+from depthgate.errors import InvalidValueError, check_choice, check_count
+from depthgate.ops.checks import check_tokens
 from depthgate.ops.matmul import expert_matmul, grouped_matmul
 from depthgate.ops.sizes import swiglu_hidden
 from depthgate.routing.plan import Plans
@@ -30,6 +31,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(self.hidden, dim, bias=False)
 
     def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, Plans]:
+        check_tokens(x, self.dim)
         return self.down(swiglu(self.up(x))), ()
 
 
@@ -68,6 +70,10 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows (B, E, C, D), each expert its own -> the same shape."""
+        if rows.ndim != 4 or (rows.shape[1], rows.shape[3]) != (self.num_experts, self.dim):
+            raise InvalidValueError(
+                f"rows has shape {tuple(rows.shape)}: it must be (batch, {self.num_experts}, slots, {self.dim})"
+            )
         B, E, C, D = rows.shape
         activation = _ACTIVATIONS[self.activation][1]
         x = rows.transpose(0, 1).reshape(E, B * C, D)

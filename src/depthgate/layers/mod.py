@@ -11,7 +11,7 @@ from depthgate.errors import InvalidValueError, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import masked_positions, plain_positions
 from depthgate.routing.gates import Gate, sigmoid
-from depthgate.routing.plan import Plans, Slots
+from depthgate.routing.plan import Plan, Plans, Slots
 from depthgate.routing.routers import Scorer, TopTokens
 
 
@@ -37,6 +37,7 @@ class MoD(nn.Module):
         keep: Tensor | None = None,
     ) -> tuple[Tensor, Plans]:
         """`keep` (B, T) bool: tokens routed before all others, whatever their score."""
+        check_tokens(x, self.router.dim)
         if pos is None:
             pos, plain = plain_positions(x), doc is None and cache is None
         plan = self.router(x, None if plain else pos, causal, doc=doc, keep=keep)
@@ -59,7 +60,7 @@ class SoftMoD(nn.Module):
 
     def __init__(self, block: nn.Module, dim: int) -> None:
         super().__init__()
-        self.router = Scorer(dim, 1)
+        self.router = Scorer(dim, 1, bias=True)
         self.block = block
 
     def forward(self, x: Tensor, **kwargs: Any) -> tuple[Tensor, Plans]:
@@ -74,6 +75,11 @@ class MixtureOfDepths(nn.Module):
 
     Of each row's n valid tokens the max(1, floor(capacity * n)) with the best scores go through `block`; every other
     token stays as it is, bit for bit. A routed token moves from x (gate 0) to the block's result (gate 1).
+
+    With a mask or `causal=True` rows route different numbers of tokens. A block that takes a padding mask gets them in
+    one call, the shorter rows padded (`padding_keyword`). Any other block is called once for each number, with the rows
+    that have it: right for every block, but more calls, none of them in a full graph, and FSDP2 must then shard this
+    layer, not the block within.
     """
 
     def __init__(
@@ -85,21 +91,27 @@ class MixtureOfDepths(nn.Module):
         gate: str | Gate = "one_plus_tanh",
         rule: str | nn.Module = "scores",
         per_token: Collection[str] | None = None,
+        padding_keyword: str | None = None,
     ) -> None:
         """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
         rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.rules).
-        per_token: names of the block's keywords that travel with the tokens; unless given, shapes tell."""
+        per_token: names of the block's keywords that travel with the tokens; unless given, shapes tell.
+        padding_keyword: the block's keyword for a (B, k) mask, True at padding; known for nn.TransformerEncoderLayer.
+        """
         super().__init__()
         self.dim = check_count(dim, "dim")
-        self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
         if not isinstance(block, nn.Module):
             raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
-        if isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first:
-            raise InvalidValueError(
-                "block has batch_first=False: build it with batch_first=True, x is (batch, tokens, dim)"
-            )
+        if isinstance(block, nn.TransformerEncoderLayer):
+            if not block.self_attn.batch_first:
+                raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
+            padding_keyword = padding_keyword or "src_key_padding_mask"
+        if isinstance(per_token, str):
+            raise InvalidValueError(f"per_token is {per_token!r}: it must be a list of names, as [{per_token!r}]")
+        self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
         self.block = block
         self.per_token = None if per_token is None else frozenset(per_token)
+        self.padding_keyword = padding_keyword
 
     def forward(
         self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **kwargs: Any
@@ -114,19 +126,19 @@ class MixtureOfDepths(nn.Module):
         if mask is not None:
             check_per_token(mask, x, "mask", torch.bool)
         plan = self.router(x, None if mask is None else masked_positions(mask), causal)
-        if x.numel() == 0:
+        if x.numel() == 0 or plan.index.shape[-1] == 0:
             return x, (plan,)
-        if plan.filled is None:
+        if plan.filled is None or self.padding_keyword is not None:
             return self._through_block(x, plan, kwargs)
-        # A plain block knows no empty slots: call it once for each number of routed tokens, with the rows that have it.
         y = x
         inner: Plans = ()
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
-        for k in counts.unique().tolist():
-            if k == 0:
-                continue
+        # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
+        nobody = [0] if torch.is_grad_enabled() else []
+        for k in counts[counts > 0].unique().tolist() or nobody:
             batch = (counts == k).nonzero()[:, 0]
-            part = Slots(plan.index[batch, :, :k], plan.gates[batch, :, :k], plan.scores[batch], plan.decision[batch])
+            part = plan.rows(batch, max(k, 1))
+            part = part._replace(filled=None) if k else part
             rows, plans = self._through_block(x[batch], part, _for_rows(kwargs, batch, x))
             y = y.to(rows.dtype).index_copy(0, batch, rows)
             inner += plans[1:]
@@ -135,17 +147,40 @@ class MixtureOfDepths(nn.Module):
     def _through_block(self, x: Tensor, plan: Slots, kwargs: dict[str, Any]) -> tuple[Tensor, Plans]:
         rows = plan.dispatch(x)[:, 0]
         moving = {k: v for k, v in kwargs.items() if self.per_token is None or k in self.per_token}
-        out = self.block(rows, **{**kwargs, **_for_tokens(moving, plan, x)})
+        kwargs = {**kwargs, **_for_tokens(moving, plan, x)}
+        if self.padding_keyword is not None and plan.filled is not None:
+            kwargs[self.padding_keyword] = _padding(plan.filled[:, 0], kwargs.get(self.padding_keyword))
+        if plan.causal and isinstance(self.block, MixtureOfDepths):
+            kwargs["causal"] = True
+        out = self.block(rows, **kwargs)
         inner: Plans = ()
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):  # a block that routes, too
             out, inner = out
-        if not isinstance(out, Tensor) or out.shape != rows.shape:
-            got = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        self._check_result(out, inner, rows, plan.causal)
+        return plan.merge(x, out[:, None]), (plan, *inner)
+
+    @staticmethod
+    def _check_result(out: Any, inner: Plans, rows: Tensor, causal: bool) -> None:
+        if not isinstance(out, Tensor) or out.shape != rows.shape or not out.is_floating_point():
+            got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise InvalidValueError(
                 f"block returned {got} for an input of shape {tuple(rows.shape)}: "
-                "it must return a tensor of the same shape, with its own residual"
+                "it must return a floating tensor of the same shape, with its own residual"
             )
-        return plan.merge(x, out[:, None]), (plan, *inner)
+        if not all(isinstance(plan, Plan) for plan in inner):
+            raise InvalidValueError("block returned a tuple: it must return a tensor, or a tensor and a tuple of plans")
+        if causal and any(isinstance(plan, Slots) and not plan.causal for plan in inner):
+            raise InvalidValueError(
+                "block routes by the top k within a causal call, which would leak the future: "
+                "let it decide causally, or call without causal=True"
+            )
+
+
+def _padding(filled: Tensor, given: Tensor | None) -> Tensor:
+    """filled (B, k) -> padding (B, k), True at padding, joined with what was given. A row with nothing else to look at
+    looks at its padding: its result is thrown away, and looking at nothing would be 0/0."""
+    padding = ~filled if given is None else ~filled | given.to(torch.bool)
+    return padding & ~padding.all(1, keepdim=True)
 
 
 def _per_token(value: Any, x: Tensor) -> bool:

@@ -23,7 +23,8 @@ class MixtureOfExperts(nn.Module):
 
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
     choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts), gated by the
-    token's probability for it; tokens nobody takes get nothing. With causal=True its `rule` decides token by token.
+    token's probability for it; tokens nobody takes get nothing. With causal=True its `rule` (threshold unless told)
+    decides token by token; before the first update of the threshold every expert takes every token.
     `shared_experts` are always on: together one SwiGLU of that many times `hidden`.
     """
 
@@ -38,7 +39,7 @@ class MixtureOfExperts(nn.Module):
         hidden: int | None = None,
         shared_experts: int = 0,
         capacity: float | None = None,
-        rule: str | nn.Module = "threshold",
+        rule: str | nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
@@ -50,20 +51,19 @@ class MixtureOfExperts(nn.Module):
         hidden = swiglu_hidden(dim) if hidden is None else check_count(hidden, "hidden")
         self.router: TopExperts | TopTokens
         if choice == "tokens":
-            if capacity is not None:
-                raise InvalidValueError(
-                    f"capacity is {capacity!r}: only choice='experts' has one; choice='tokens' has top_k"
-                )
+            for name, value in (("capacity", capacity), ("rule", rule)):
+                if value is not None:
+                    raise InvalidValueError(f"{name} is {value!r}: only choice='experts' has one; leave it out")
             self.router = TopExperts(dim, num_experts, top_k, null_experts)
         else:
-            if rule == "scores":
-                raise InvalidValueError(
-                    "rule is 'scores': expert choice compares probabilities, which are never positive logits; "
-                    "it must be 'predictor' or 'threshold'"
-                )
             capacity = top_k / num_experts if capacity is None else check_capacity(capacity)
             self.router = TopTokens(
-                dim, capacity, experts=num_experts + null_experts, gate=torch.exp, rule=rule, across_experts=True
+                dim,
+                capacity,
+                experts=num_experts + null_experts,
+                gate=torch.exp,
+                rule="threshold" if rule is None else rule,
+                across_experts=True,
             )
         self.experts = Experts(num_experts, dim, hidden)
         self.shared = SwiGLU(dim, shared_experts * hidden) if shared_experts else None
@@ -83,15 +83,24 @@ class MixtureOfExperts(nn.Module):
         check_tokens(x, self.dim)
         if mask is not None:
             check_per_token(mask, x, "mask", torch.bool)
-            pos = masked_positions(mask)
+            pos, plain = masked_positions(mask), False
+        pos = None if plain else pos
         T = x.shape[1]
         if isinstance(self.router, TopExperts):
-            plan = self.router(x, None if plain else pos)
+            plan = self.router(x, pos)
             update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends, plan.complete), T)
         else:
-            plan = self.router(x, None if plain else pos, causal, doc=doc)
+            plan = self.router(x, pos, causal, doc=doc)
             real = plan.first_experts(self.num_experts)
             update = real.combine(self.experts(real.dispatch(x, fill=0)), T)
         if self.shared is not None:
-            update = update + self.shared(x)[0]
+            update = update + self._shared(x, pos)
         return update, (plan,)
+
+    def _shared(self, x: Tensor, pos: Tensor | None) -> Tensor:
+        """The shared expert of every real token; padding, whatever lies in it, gets 0."""
+        assert self.shared is not None
+        if pos is None:
+            return self.shared(x)[0]  # type: ignore[no-any-return]
+        real = (pos >= 0)[..., None]
+        return torch.where(real, self.shared(torch.where(real, x, 0.0))[0], 0.0)

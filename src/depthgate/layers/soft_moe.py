@@ -41,7 +41,7 @@ class SoftMoE(nn.Module):
         check_tokens(x, self.dim)
         if mask is not None:
             check_per_token(mask, x, "mask", torch.bool)
-            pos = masked_positions(mask)
+            pos, plain = masked_positions(mask), False
         if doc is not None:
             raise InvalidValueError("Soft MoE mixes all tokens of a row: pass one document a row, not doc")
         plan = self.router(x, None if plain else pos, causal)

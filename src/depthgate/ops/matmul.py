@@ -18,11 +18,11 @@ _MADV_HUGEPAGE = 14
 
 
 def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Both operands in the dtype autocast asks for, or else in that of x: grouped_mm does not autocast."""
+    """Both operands in the dtype autocast asks for: ops of our own are not cast by it."""
     device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if x.dtype is torch.float64:
-        dtype = x.dtype
+    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
+        return x, weight
+    dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), weight.to(dtype)
 
 

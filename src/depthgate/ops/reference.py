@@ -20,6 +20,12 @@ def top_tokens(scores: list[float], valid: list[bool], doc: list[int] | None, ca
     return sorted(chosen)
 
 
+def compact(chosen: list[bool], slots: int) -> tuple[list[int], list[bool]]:
+    """Twin of `select.compact` for one row: the chosen positions, then the others, cut to `slots`."""
+    order = [t for t, c in enumerate(chosen) if c] + [t for t, c in enumerate(chosen) if not c]
+    return order[:slots], [s < sum(chosen) for s in range(slots)]
+
+
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Twin of `rows.take_rows`."""
     return torch.stack([x[b, index[b]] for b in range(x.shape[0])])

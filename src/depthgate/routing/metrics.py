@@ -7,7 +7,7 @@ without `causal=True`.
 import torch
 from torch import Tensor
 
-from depthgate.routing.losses import valid_mean
+from depthgate.routing.losses import plan_of_top_k, valid_mean
 from depthgate.routing.plan import Groups, Plan, Slots
 
 
@@ -23,11 +23,13 @@ def routed_share(plan: Plan) -> Tensor:
 
 def predictor_accuracy(plan: Slots) -> Tensor:
     """Share of valid tokens on which the causal rule and this plan say the same."""
+    plan = plan_of_top_k(plan, "predictor_accuracy")
     return valid_mean((plan.causal_choice == plan.chosen).float(), plan.valid)
 
 
 def agreement(plan: Slots) -> Tensor:
     """Tokens routed by both the causal rule and this plan, among those routed by either (1 if by neither)."""
+    plan = plan_of_top_k(plan, "agreement")
     both = (plan.causal_choice & plan.chosen).sum()
     either = (plan.causal_choice | plan.chosen).sum()
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)

@@ -20,7 +20,7 @@ class Slots(NamedTuple):
     """Each of E experts has C slots in every row of the batch, and a slot holds one token.
 
     The tokens of an expert's filled slots ascend. Where rows hold different numbers, the empty slots come last,
-    point at other tokens, and are computed and thrown away.
+    point at other tokens (padding perhaps), and are computed and thrown away; `chosen` leaves them out.
     """
 
     index: Tensor  # type: ignore[assignment]  # (B, E, C) the token in each slot; no token twice for one expert
@@ -29,6 +29,7 @@ class Slots(NamedTuple):
     decision: Tensor  # (B, T, E) fp32 logit of the causal rule: it routes a token where this is >= 0
     filled: Tensor | None = None  # (B, E, C) bool; None: every slot is filled
     valid: Tensor | None = None  # (B, T) bool; None: no padding
+    causal: bool = False  # chosen by the causal rule instead of the top k
 
     def dispatch(self, x: Tensor, fill: int | None = None) -> Tensor:
         """x (B, T, ...) -> (B, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
@@ -51,16 +52,30 @@ class Slots(NamedTuple):
         x (gate 0) to its row (gate 1). A gate of one gives the row itself, and an equal row gives x, bit for bit.
         """
         dtype = torch.promote_types(x.dtype, rows.dtype)
-        old, new = self.dispatch(x)[:, 0].to(dtype), rows[:, 0].to(dtype)
-        new = new + (self.gates[:, 0, :, None] - 1).to(dtype) * (new - old)
+        wide = torch.promote_types(dtype, torch.float32)  # in fp16 the difference of two rows may overflow
+        old, new = self.dispatch(x)[:, 0].to(wide), rows[:, 0].to(wide)
+        step = (new - old).nan_to_num(0.0, 0.0, 0.0)  # inf - inf: as far as the row itself goes
+        new = new + (self.gates[:, 0, :, None] - 1).to(wide) * step
         if self.filled is not None:
             new = torch.where(self.filled[:, 0, :, None], new, old)
-        return put_rows(x.to(dtype), self.index[:, 0], new)
+        return put_rows(x.to(dtype), self.index[:, 0], new.to(dtype))
 
     def first_experts(self, n: int) -> "Slots":
         """The slots of the first n experts alone (those after them are null: their slots hold no work)."""
         filled = None if self.filled is None else self.filled[:, :n]
         return self._replace(index=self.index[:, :n], gates=self.gates[:, :n], filled=filled)
+
+    def rows(self, batch: Tensor, slots: int) -> "Slots":
+        """The plan of some rows of the batch (N,), cut to their first slots."""
+        return Slots(
+            self.index[batch, :, :slots],
+            self.gates[batch, :, :slots],
+            self.scores[batch],
+            self.decision[batch],
+            None if self.filled is None else self.filled[batch, :, :slots],
+            None if self.valid is None else self.valid[batch],
+            self.causal,
+        )
 
     @property
     def chosen(self) -> Tensor:

@@ -16,15 +16,18 @@ _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
 
 
 class Scorer(nn.Module):
-    """Scores W x without bias, in fp32 (or in float64 for float64 tokens), inside autocast too."""
+    """Scores W x + b, in fp32 (or in float64 for float64 tokens), inside autocast too."""
 
-    def __init__(self, dim: int, outputs: int) -> None:
+    def __init__(self, dim: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, dim))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
@@ -32,8 +35,10 @@ class Scorer(nn.Module):
             weight = self.weight.to(x.dtype)
             if len(weight) == 1 and torch.compiler.is_compiling():
                 # The compiler fuses this with the cast to fp32; for a product it would write all tokens in fp32 first.
-                return (x * weight[0]).sum(-1, keepdim=True)
-            return F.linear(x, weight)
+                scores = (x * weight[0]).sum(-1, keepdim=True)
+            else:
+                scores = F.linear(x, weight)
+            return scores if self.bias is None else scores + self.bias.to(x.dtype)
 
 
 def features(x: Tensor, valid: Tensor | None) -> Tensor:
@@ -59,14 +64,16 @@ class TopTokens(nn.Module):
         rule: str | nn.Module = "scores",
         across_experts: bool = False,
     ) -> None:
-        """`across_experts` makes each token's scores log-probabilities over the experts (expert choice)."""
+        """`across_experts` ranks a token by its log-probability for each expert, not by its logit (expert choice)."""
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.capacity = check_capacity(capacity)
         self.experts = check_count(experts, "experts")
         self.gate = gate_from(gate)
         self.across_experts = across_experts
-        self.proj = Scorer(dim, experts)
+        # A bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the rest
+        # negative, which is what `causal_bce` asks of them.
+        self.proj = Scorer(dim, experts, bias=True)
         self.rule = rule_from(rule, dim, experts)
 
     def extra_repr(self) -> str:
@@ -84,12 +91,13 @@ class TopTokens(nn.Module):
         """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart;
         keep (B, T) bool, tokens that are taken first whatever their score."""
         _check_call(x, self.dim, pos, doc)
+        if keep is not None:
+            check_per_token(keep, x, "keep", torch.bool)
         valid = None if pos is None else pos >= 0
         with torch.autocast(x.device.type, enabled=False):
             tokens = features(x, valid)
-            scores = self.proj(tokens)
-            if self.across_experts:
-                scores = scores.log_softmax(-1)
+            logits = self.proj(tokens)
+            scores = self._scores(logits)
             decision = self.rule(tokens, scores)
         ranked, wanted = scores.detach(), decision.detach() >= 0
         if keep is not None:
@@ -100,7 +108,11 @@ class TopTokens(nn.Module):
         gates = self.gate(picked)
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
-        return Slots(index, gates, scores, decision, filled, valid)
+        return Slots(index, gates, logits, decision, filled, valid, causal)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """What tokens are ranked by."""
+        return logits.log_softmax(-1) if self.across_experts else logits
 
     def _choose(
         self, ranked: Tensor, wanted: Tensor, valid: Tensor | None, doc: Tensor | None, causal: bool
@@ -122,7 +134,7 @@ class TopTokens(nn.Module):
     def update(self, plan: Slots) -> None:
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one."""
         if isinstance(self.rule, Threshold):
-            self.rule.update(plan.scores, plan.valid, self.capacity)
+            self.rule.update(self._scores(plan.scores), plan.valid, self.capacity)
 
 
 def _slots_for(chosen: Tensor) -> int:
@@ -139,7 +151,8 @@ def update_thresholds(model: nn.Module, plans: tuple[Plan, ...]) -> None:
     slots = [p for p in plans if isinstance(p, Slots)]
     if len(routers) != len(slots):
         raise DepthgateError(
-            f"{len(slots)} Slots plans for {len(routers)} TopTokens routers: pass the plans of one whole forward pass"
+            f"{len(slots)} Slots plans for {len(routers)} TopTokens routers: pass the plans of one whole forward pass "
+            "(a router that ran several times, on parts of a batch, is updated by router.update(plan))"
         )
     for router, plan in zip(routers, slots, strict=True):
         router.update(plan)

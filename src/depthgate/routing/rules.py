@@ -2,7 +2,7 @@
 
 Scores     the router's own score; `causal_bce` teaches it to be >= 0 for the top k
            (Raposo et al. 2024, section 3.5, first method)
-Predictor  a small MLP on the detached token; `predictor_bce` teaches it to tell the top k, and nothing flows
+Predictor  a small MLP on the detached token; the same loss teaches it to tell the top k, and nothing flows
            back into the model (same section, second method)
 Threshold  the score against a moving average of the k-th best score, updated outside the forward pass
            (Expert-Threshold routing, arXiv 2603.11535): no loss, and the same rule can be used in training
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import check_choice, check_probability
+from depthgate.errors import check_choice, check_count, check_probability
 from depthgate.ops.select import budgets
 
 
@@ -37,8 +37,9 @@ class Predictor(nn.Module):
 
     def __init__(self, dim: int, experts: int = 1) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, max(1, dim // 2))
-        self.down = nn.Linear(max(1, dim // 2), experts)
+        half = max(1, check_count(dim, "dim") // 2)
+        self.up = nn.Linear(dim, half)
+        self.down = nn.Linear(half, check_count(experts, "experts"))
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
         hidden = F.silu(_linear(x.detach(), self.up))
@@ -46,7 +47,7 @@ class Predictor(nn.Module):
 
 
 class Threshold(nn.Module):
-    """A moving average of each expert's k-th best score decides.
+    """A moving average of each expert's k-th best score decides. Before the first update everything is routed.
 
     The average belongs to the state dict; `update` moves it. A forward pass never does, so recomputing one
     changes nothing.
@@ -58,13 +59,13 @@ class Threshold(nn.Module):
     def __init__(self, experts: int = 1, decay: float = 0.99) -> None:
         super().__init__()
         self.decay = check_probability(decay, "decay")
-        self.register_buffer("average", torch.zeros(experts))
+        self.register_buffer("average", torch.zeros(check_count(experts, "experts")))
         self.register_buffer("weight", torch.zeros(()))
 
     @property
     def threshold(self) -> Tensor:
-        """(E,) the average without the pull of its zero start; 0 before the first update."""
-        return self.average / self.weight.clamp(min=torch.finfo(self.weight.dtype).tiny)
+        """(E,) the average without the pull of its zero start; -inf before the first update."""
+        return torch.where(self.weight > 0, self.average / self.weight, -torch.inf)
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         return scores.detach() - self.threshold.to(scores.dtype)
