@@ -22,14 +22,15 @@ ALLOWED = {
     "flops": {"config", "ops"},
     "model": {"errors", "config", "ops", "routing", "layers"},
     "presets": {"errors"},
-    "train": {"errors", "config", "presets", "flops", "ops", "routing", "layers", "model", "train"},
+    "train": {"errors", "config", "presets", "flops", "ops", "routing", "layers", "model", "loading", "train"},
+    "loading": {"errors", "config", "flops", "model", "train"},
     "encoders": {"errors", "ops", "routing", "layers"},
     "view": {"errors", "routing", "view"},
     "bench": {"errors", "config", "ops", "routing", "layers", "encoders", "bench"},
     "demo": {"errors", "config", "routing", "encoders", "bench", "view", "demo"},
-    "cli": {"_version", "errors", "config", "demo", "bench"},
+    "cli": {"_version", "errors", "config", "flops", "presets", "demo", "bench", "train"},
     "__main__": {"cli"},
-    "__init__": {"_version", "config", "errors", "ops", "routing", "layers", "encoders", "model"},
+    "__init__": {"_version", "config", "errors", "ops", "routing", "layers", "encoders", "model", "loading"},
 }
 HEAVY = {"transformers", "matplotlib", "ray", "triton", "sklearn", "soft_moe_pytorch"}
 

@@ -9,6 +9,7 @@ _HOMES = {
     "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),
     "depthgate.layers": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
+    "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
     "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
     "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from depthgate.layers import MixtureOfDepths as MixtureOfDepths
     from depthgate.layers import MixtureOfExperts as MixtureOfExperts
     from depthgate.layers import SoftMoE as SoftMoE
+    from depthgate.loading import load as load
     from depthgate.model import Decoder as Decoder
     from depthgate.routing import Groups as Groups
     from depthgate.routing import Slots as Slots

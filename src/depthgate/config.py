@@ -1,6 +1,6 @@
 """What the command line can set: frozen dataclasses, checked on creation. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from depthgate.errors import (
     InvalidValueError,
@@ -11,54 +11,6 @@ from depthgate.errors import (
     check_positive,
     check_probability,
 )
-
-
-@dataclass(frozen=True)
-class BenchLayersConfig:
-    """Time layers forward and backward, with FLOPs beside the times.
-
-    Args:
-        dims: model widths, separated by commas
-        batch: sequences in a batch
-        seq: tokens in a sequence
-        experts: experts of MoE and Soft MoE
-        device: cpu or cuda
-        dtype: float32 or bfloat16
-        compile: compile every layer with torch.compile
-        cuda_graphs: on cuda, capture each pass and time its replay, which leaves launch overhead out
-        repeats: timed rounds; every round runs every layer, and medians are reported
-        seed: seed of weights and data
-    """
-
-    dims: str = "256"
-    batch: int = 8
-    seq: int = 256
-    experts: int = 8
-    device: str = "cpu"
-    dtype: str = "float32"
-    compile: bool = False
-    cuda_graphs: bool = False
-    repeats: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for width in self.widths:
-            check_count(width, "dims", minimum=16)
-        for name in ("batch", "seq", "experts", "repeats"):
-            check_count(getattr(self, name), name)
-        check_count(self.seed, "seed", minimum=0)
-        check_choice(self.device, "device", ("cpu", "cuda"))
-        check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
-        if self.cuda_graphs and self.device != "cuda":
-            raise InvalidValueError(f"cuda_graphs is true, but device is {self.device!r}: it must be 'cuda'")
-
-    @property
-    def widths(self) -> list[int]:
-        """`dims` as numbers."""
-        try:
-            return [int(width) for width in self.dims.split(",")]
-        except ValueError:
-            raise InvalidValueError(f"dims is {self.dims!r}: it must be whole numbers separated by commas") from None
 
 
 @dataclass(frozen=True)
@@ -182,3 +134,126 @@ class ModelConfig:
         """The kind of every layer."""
         cycle = self.pattern.split(",")
         return tuple(cycle[i % len(cycle)] for i in range(self.layers))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Train a decoder language model on text.
+
+    Args:
+        data: a text file, a glob, a folder, .jsonl, any of them packed (.xz, .gz, .zst), or stdlib: the source of
+            Python's standard library
+        out: folder of the run
+        steps: optimizer steps in all, also when a run is resumed
+        preset: where all other options start from (see depthgate presets)
+        device: cpu, cuda, or auto: cuda where there is one
+        seed: seed of weights and of the order of the data
+        validation: data to evaluate on; a share of the data unless given
+        tokenizer: bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer
+        vocab: size of a bpe tokenizer
+        model: the model
+        batch: sequences in a step
+        accumulate: parts a step's batch is computed in, one after another
+        optimizer: adamw, or muon: Muon for the matrices of the layers and AdamW for the rest
+        lr: highest learning rate
+        router_lr: times lr, for the routers
+        weight_decay: decay of the matrices
+        warmup: steps until lr is reached
+        schedule: cosine, or wsd: constant, and a linear decay over the last fifth
+        schedule_steps: steps the schedule is made for, so that longer runs begin as shorter ones do; steps unless given
+        lowest_lr: share of lr at the end
+        clip: largest norm of all gradients
+        rule_loss: weight of the loss that trains the causal rule
+        balance_loss: weight of the loss that spreads tokens over experts
+        z_loss: weight of the loss that keeps router logits small
+        capacity_steps: steps over which the capacity falls from 1 to that of the model
+        dtype: float32, or bfloat16: products in bfloat16, weights in float32
+        compile: compile the layers with torch.compile
+        max_documents: most documents in a sequence; the tokens of further ones are left out
+        workers: threads that prepare batches
+        checkpoint_every: steps between checkpoints
+        keep: checkpoints kept
+        most_bad_steps: steps in a row without a finite loss and gradient, after which a run stops
+    """
+
+    data: str = "stdlib"
+    out: str = "runs/train"
+    steps: int = 1000
+    preset: str = "tiny-mod"
+    device: str = "auto"
+    seed: int = 0
+    validation: str | None = None
+    tokenizer: str = "bytes"
+    vocab: int | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    batch: int = 8
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    router_lr: float = 1.0
+    weight_decay: float = 0.1
+    warmup: int = 100
+    schedule: str = "cosine"
+    schedule_steps: int | None = None
+    lowest_lr: float = 0.1
+    clip: float = 1.0
+    rule_loss: float = 0.01
+    balance_loss: float = 0.01
+    z_loss: float = 1e-4
+    capacity_steps: int = 0
+    dtype: str = "float32"
+    compile: bool = False
+    max_documents: int = 16
+    workers: int = 0
+    checkpoint_every: int = 100
+    keep: int = 2
+    most_bad_steps: int = 10
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "accumulate", "max_documents", "checkpoint_every", "most_bad_steps"):
+            check_count(getattr(self, name), name)
+        for name in ("seed", "warmup", "capacity_steps"):
+            check_count(getattr(self, name), name, minimum=0)
+        if self.schedule_steps is not None:
+            check_count(self.schedule_steps, "schedule_steps")
+        check_count(self.workers, "workers", minimum=0, maximum=256)
+        check_count(self.keep, "keep", minimum=2)
+        check_divides(self.accumulate, self.batch, "accumulate", "batch")
+        for name in ("lr", "router_lr", "clip"):
+            check_positive(getattr(self, name), name)
+        for name in ("weight_decay", "lowest_lr", "rule_loss", "balance_loss", "z_loss"):
+            check_probability(getattr(self, name), name)
+        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+        check_choice(self.optimizer, "optimizer", ("adamw", "muon"))
+        check_choice(self.schedule, "schedule", ("cosine", "wsd"))
+        check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
+        if self.vocab is not None and self.tokenizer != "bpe":
+            raise InvalidValueError(f"vocab is {self.vocab}: only --tokenizer bpe takes one; leave it out")
+        if self.tokenizer == "bpe":
+            check_count(self.vocab, "vocab", minimum=257, maximum=2**20)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Measure how well a trained model predicts a text.
+
+    Args:
+        model: folder of a run, or of one of its checkpoints
+        data: text, as for depthgate train
+        batch: sequences computed at once
+        device: cpu, cuda, or auto
+    """
+
+    model: str
+    data: str
+    batch: int = 8
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_count(self.batch, "batch")
+        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+
+
+@dataclass(frozen=True)
+class PresetsConfig:
+    """List the presets of depthgate train, with parameters and FLOPs."""

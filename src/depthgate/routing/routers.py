@@ -75,6 +75,8 @@ class TopTokens(nn.Module):
         # negative, which is what `causal_bce` asks of them.
         self.proj = Scorer(dim, experts, bias=True)
         self.rule = rule_from(rule, dim, experts)
+        # The most documents a row may hold, where the caller knows: the number of slots is then known as well.
+        self.max_documents: int | None = None
 
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}"
@@ -129,7 +131,12 @@ class TopTokens(nn.Module):
             chosen = wanted & valid[:, None]
             return compact(chosen, _slots_for(chosen))
         chosen = top_of_documents(ranked, valid, doc, self.capacity)
-        return compact(chosen, budget(self.capacity, T) if doc is None else _slots_for(chosen))
+        if doc is None:
+            return compact(chosen, budget(self.capacity, T))
+        if self.max_documents is None:
+            return compact(chosen, _slots_for(chosen))
+        # Each document gets one token more than its share at most.
+        return compact(chosen, min(T, budget(self.capacity, T) + self.max_documents))
 
     def update(self, plan: Slots) -> None:
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one."""

@@ -1,0 +1,172 @@
+"""Packed sequences as a pure function of their number: resuming is starting at a number, and nothing else."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from itertools import count
+from math import isqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthgate.errors import DepthgateError, InvalidValueError, check_count, check_divides
+from depthgate.train.shards import Documents, mix, take
+
+_SERIAL = 2**15  # tokens handled at once, so that torch does it in one thread: see `take`
+_ROUNDS = 8  # of the Feistel network: with 4, neighbours stay neighbours twice as often as by chance
+
+
+class Rows(NamedTuple):
+    """Windows of tokens, each (B, T) int64; (T,) for a single one."""
+
+    tokens: Tensor  # padding: 0
+    targets: Tensor  # the next token; -1 where that belongs to another document, or at padding
+    pos: Tensor  # from 0 in every piece of a document; padding: -1
+    doc: Tensor  # 0, 1, 2 ... within the window; padding: -1
+    dropped: Tensor  # (B,) tokens that became padding because the window held too many documents
+
+
+class Batch(NamedTuple):
+    """Rows, and the number of the sequence that follows: a run resumed there sees what this one would have seen."""
+
+    rows: Rows
+    next: int
+
+
+def windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None = None) -> Rows:
+    """Windows of `context` tokens that begin at `starts`; padding past the end, and after `max_documents` pieces."""
+    four = torch.empty(4, len(starts), context, dtype=torch.int64)
+    rows = Rows(four[0], four[1], four[2], four[3], dropped=torch.empty(len(starts), dtype=torch.int64))
+    step = max(1, _SERIAL // (context + 1))
+    for i in range(0, len(starts), step):
+        for whole, part in zip(rows, _windows(documents, starts[i : i + step], context, max_documents), strict=True):
+            whole[i : i + step] = part
+    return rows
+
+
+def _windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None) -> Rows:
+    first = torch.tensor(starts, dtype=torch.int64)
+    place = first[:, None] + torch.arange(context + 1)
+    inside = place < len(documents)
+    first, place = first.clamp(max=len(documents) - 1), place.clamp(max=len(documents) - 1)
+    document = documents.documents_at(first, context + 1)
+    ids = documents.read(place, document)
+    doc = document - document[:, :1]
+    pos = place - torch.maximum(take(documents.bounds, document), first[:, None])
+    follows = inside[:, 1:] & (document[:, 1:] == document[:, :-1])
+    kept = inside if max_documents is None else inside & (doc < max_documents)
+    kept, inside = kept[:, :-1], inside[:, :-1]
+    return Rows(
+        torch.where(kept, ids[:, :-1], 0),
+        torch.where(kept & follows, ids[:, 1:], -1),
+        torch.where(kept, pos[:, :-1], -1),
+        torch.where(kept, doc[:, :-1], -1),
+        (inside & ~kept).sum(1),
+    )
+
+
+class Packed:
+    """Training sequences of `context` tokens, numbered through all epochs: `packed[i]` never depends on what was read.
+
+    The documents are one run of tokens, cut into `len(packed)` windows; epoch e is the numbers from e * len(packed),
+    its windows in an order of its own. Each token of the run is an input once an epoch, except for a tail of at most
+    `context` tokens. A window of more than `max_documents` documents keeps the first ones; the rest is padding.
+    """
+
+    def __init__(self, documents: Documents, context: int, seed: int = 0, max_documents: int | None = None) -> None:
+        self.context = check_count(context, "context")
+        self.seed = check_count(seed, "seed", minimum=0)
+        if max_documents is not None:
+            check_count(max_documents, "max_documents")
+        self.documents, self.max_documents = documents, max_documents
+        self._length = (len(documents) - 1) // context
+        if self._length < 1:
+            raise DepthgateError(
+                f"the data has {len(documents)} tokens, but a sequence takes context + 1 = {context + 1}: "
+                "give more text or a smaller context"
+            )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, number: int) -> Rows:
+        return Rows(*(part[0] for part in self.rows([number])))
+
+    def rows(self, numbers: Sequence[int]) -> Rows:
+        """The sequences of these numbers, stacked."""
+        starts = [self.window(number) * self.context for number in numbers]
+        return windows(self.documents, starts, self.context, self.max_documents)
+
+    def window(self, number: int) -> int:
+        """Which window of the run a sequence is."""
+        if number < 0:
+            raise InvalidValueError(f"sequence number is {number}: it must be at least 0")
+        epoch, i = divmod(number, self._length)
+        return permuted(i, self._length, mix(self.seed, epoch))
+
+
+def permuted(i: int, n: int, key: int) -> int:
+    """Where i goes in the permutation of range(n) that the key names, without holding the permutation: a Feistel
+    network permutes the next square, and what falls outside n is permuted again until it falls inside."""
+    side = isqrt(n - 1) + 1
+    while True:
+        left, right = divmod(i, side)
+        for round_key in _round_keys(key):
+            left, right = right, (left + mix(round_key ^ right)) % side
+        i = left * side + right
+        if i < n:
+            return i
+
+
+@lru_cache(16)
+def _round_keys(key: int) -> tuple[int, ...]:
+    return tuple(mix(key, r) for r in range(_ROUNDS))
+
+
+def batches(
+    packed: Packed, batch: int, start: int = 0, workers: int = 0, rank: int = 0, world: int = 1
+) -> Iterator[Batch]:
+    """Batches without end, from sequence `start`: rows rank, rank + world ... of every `batch` sequences.
+
+    Workers are threads that prepare the next batches, as the work is all in torch, which lets other threads run. The
+    stream is the same for any number of them, there is nothing to save, and nothing of them outlives the run.
+    """
+    check_count(batch, "batch")
+    check_count(start, "start", minimum=0)
+    check_count(workers, "workers", minimum=0, maximum=256)
+    check_count(world, "world")
+    check_count(rank, "rank", minimum=0, maximum=world - 1)
+    check_divides(world, batch, "world", "batch")
+    return _stream(packed, batch, start, workers, rank, world)
+
+
+def _stream(packed: Packed, batch: int, start: int, workers: int, rank: int, world: int) -> Iterator[Batch]:
+    def make(first: int) -> Batch:
+        return Batch(packed.rows(range(first + rank, first + batch, world)), first + batch)
+
+    firsts = count(start, batch)
+    if not workers:
+        yield from map(make, firsts)
+        return
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="depthgate-data")
+    try:
+        waiting: deque[Future[Batch]] = deque(pool.submit(make, next(firsts)) for _ in range(2 * workers))
+        while True:
+            ready = waiting.popleft().result()
+            waiting.append(pool.submit(make, next(firsts)))
+            yield ready
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def validation_rows(documents: Documents, context: int, batch: int = 1) -> Iterator[Rows]:
+    """Windows in order, without overlap, so that every token but the first is a target where its document goes on;
+    `batch` at a time, the last ones filled up with padding."""
+    check_count(context, "context")
+    check_count(batch, "batch")
+    if len(documents) < 2:
+        raise DepthgateError(f"the validation data has {len(documents)} token: it must have at least 2")
+    for first in range(0, len(documents) - 1, context * batch):
+        yield windows(documents, range(first, first + context * batch, context), context)

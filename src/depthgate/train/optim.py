@@ -1,0 +1,107 @@
+"""Optimizers and schedules, and their state as named tensors."""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from depthgate.config import TrainConfig
+from depthgate.errors import DepthgateError
+from depthgate.train.parallel import like
+
+_BETAS = (0.9, 0.95)
+
+
+def build(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest. Routers have groups of their
+    own, with their own rate; norms, biases and embeddings do not decay."""
+    muon: list[nn.Parameter] = []
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, weight in model.named_parameters():
+        router = "router" in name
+        if config.optimizer == "muon" and name.startswith("layers.") and weight.ndim == 2 and not router:
+            muon.append(weight)
+            continue
+        decays = weight.ndim >= 2 and name.startswith("layers.")
+        groups.setdefault((router, decays), []).append(weight)
+    adamw = torch.optim.AdamW(
+        [
+            {
+                "params": weights,
+                "weight_decay": config.weight_decay if decays else 0.0,
+                "scale": config.router_lr if router else 1.0,
+            }
+            for (router, decays), weights in groups.items()
+        ],
+        lr=config.lr,
+        betas=_BETAS,
+        fused=True,
+    )
+    if not muon:
+        return [adamw]
+    # Muon's steps have a size of their own; this makes it that of AdamW's, so that one rate serves both.
+    rest = torch.optim.Muon(muon, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [adamw, rest]
+
+
+def rate(config: TrainConfig, step: int) -> float:
+    """Learning rate of a step, counted from 0: a linear warm-up, then down to `lowest_lr` of the highest."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    steps = config.steps if config.schedule_steps is None else config.schedule_steps
+    if config.schedule == "cosine":
+        done = (step - config.warmup) / max(1, steps - config.warmup)
+        share = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
+    else:
+        last = max(1, steps // 5)
+        share = min(1.0, max(0.0, (steps - step) / last))
+    return config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share)
+
+
+def capacity(config: TrainConfig, step: int) -> float:
+    """Capacity of a step: from 1 down to the model's over `capacity_steps`, in sixteen stages so that a compiled model
+    meets few of them."""
+    goal = config.model.capacity
+    if step >= config.capacity_steps:
+        return goal
+    stage = math.floor(16 * step / config.capacity_steps) / 16
+    return 1.0 + (goal - 1.0) * stage
+
+
+def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
+    """The rate of all groups, times the scale of each."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("scale", 1.0)
+
+
+def state_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """Every tensor the optimizers keep, as "parameter:name"."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    return {
+        f"{names[id(weight)]}:{key}": value
+        for optimizer in optimizers
+        for weight, kept in optimizer.state.items()
+        for key, value in kept.items()
+    }
+
+
+def load_state_tensors(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
+) -> None:
+    """The reverse; what is missing or left over is an error."""
+    by_weight: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        weight, _, key = name.rpartition(":")
+        by_weight.setdefault(weight, {})[key] = tensor
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                kept = by_weight.pop(names[id(weight)], None)
+                if kept is None:
+                    continue
+                optimizer.state[weight] = {key: like(value, weight) for key, value in kept.items()}
+    if by_weight:
+        raise DepthgateError(f"the checkpoint has optimizer state of {next(iter(by_weight))!r}, which the model lacks")

@@ -1,0 +1,299 @@
+"""Text as token files: written once into a cache, memory-mapped, checked by hash; and the split of their documents.
+
+A token file is little-endian: a header of 128 bytes (`_HEADER`, zeros), the tokens (uint16, or uint32 for more than
+65536 ids) up to a multiple of 8 bytes, then where each document begins and the last one ends (int64). Every document
+ends with the tokenizer's end id. The hash covers the header's fields and everything after the header.
+"""
+
+import hashlib
+import mmap
+import os
+import re
+import struct
+import tempfile
+import time
+import warnings
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from depthgate.errors import DepthgateError, InvalidValueError, check_count, check_probability
+from depthgate.train.text import describe, documents, fingerprint
+from depthgate.train.tokenizer import TextTokenizer
+
+VERSION = 1
+_MAGIC = b"DGTOKENS"
+_HEADER = struct.Struct("<8sIIQQQII32s")  # magic, then as TokenFile reads them
+_HEADER_SIZE = 128
+_SMALL = 2**26  # files of up to 64 MiB are hashed whenever they are opened, which takes a tenth of a second
+_STALE = 24 * 3600  # seconds after which a temporary file is a dead process's
+
+
+class TokenFile:
+    """An open token file: ids (N,) as stored, offsets (documents + 1,)."""
+
+    def __init__(self, path: str | Path, verify: bool | None = None) -> None:
+        """verify: compare the hash of all bytes; by default only where that is quick. Sizes are always checked."""
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+        except OSError as error:
+            raise DepthgateError(f"token file {path} cannot be read: {error.strerror}") from None
+        if size < _HEADER_SIZE or self._map[:8] != _MAGIC:
+            raise self._damage("it is not a token file, or cut short")
+        fields = _HEADER.unpack_from(self._map)
+        _, version, width, count, self.documents, self.text_bytes, self.vocab, self.end, digest = fields
+        if version != VERSION:
+            raise self._damage(f"its format is {version}, this depthgate reads {VERSION}")
+        begin = _HEADER_SIZE + _round(count * width)
+        if width not in (2, 4) or size != begin + 8 * (self.documents + 1) or not 0 < self.documents <= count:
+            raise self._damage(f"it has {size} bytes, which is not what its header says")
+        self.digest: str = digest.hex()
+        if (size <= _SMALL if verify is None else verify) and digest != self._hash():
+            raise self._damage("its contents do not match its hash")
+        kind = torch.int16 if width == 2 else torch.int32  # torch does not index unsigned tensors
+        with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written; nothing writes
+            self.ids = torch.frombuffer(self._map, dtype=kind, count=count, offset=_HEADER_SIZE)
+            self.offsets = torch.frombuffer(self._map, dtype=torch.int64, count=self.documents + 1, offset=begin)
+        self._mask = 2 ** (8 * width) - 1
+        if self.offsets[0] != 0 or self.offsets[-1] != count or (self.offsets.diff() < 1).any():
+            raise self._damage("its documents do not fill it")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenFile, (self.path, False)
+
+    def read(self, places: Tensor) -> Tensor:
+        """The ids at places, as int64; one outside the vocabulary is an error, as on a GPU it would end the process."""
+        ids: Tensor = take(self.ids, places).to(torch.int64) & self._mask
+        if ids.numel() and int(ids.max()) >= self.vocab:
+            raise self._damage(f"it holds the id {int(ids.max())}, but its vocabulary has {self.vocab}")
+        return ids
+
+    def _hash(self) -> bytes:
+        payload = hashlib.sha256(memoryview(self._map)[_HEADER_SIZE:])
+        return hashlib.sha256(self._map[: _HEADER.size - 32] + payload.digest()).digest()
+
+    def _damage(self, why: str) -> DepthgateError:
+        return DepthgateError(f"token file {self.path} is damaged or foreign: {why}; delete it to have it made again")
+
+
+class Documents:
+    """Some documents of a token file, in order, as one run of tokens: what batches are cut from.
+
+    `bounds` (documents + 1,) says where each begins in that run.
+    """
+
+    def __init__(self, file: TokenFile, starts: Tensor, stops: Tensor) -> None:
+        self.file = file
+        self.bounds = torch.cat([torch.zeros(1, dtype=torch.int64), (stops - starts).cumsum(0)])
+        self._shift = starts - self.bounds[:-1]
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    def documents_at(self, starts: Tensor, length: int) -> Tensor:
+        """(B, length): which document holds each place from `starts` (B,) on; past the end, the last one."""
+        stops = (starts + length - 1).clamp(max=len(self) - 1)
+        first, last = torch.searchsorted(self.bounds, torch.stack([starts, stops]), right=True) - 1
+        steps = torch.zeros(len(starts), length, dtype=torch.int64)
+        steps[:, 0] = first
+        for row in (first < last).nonzero().flatten().tolist():  # a search for every place is slower than this
+            steps[row, self.bounds[first[row] + 1 : last[row] + 1] - starts[row]] = 1
+        return steps.cumsum(1)
+
+    def read(self, places: Tensor, document: Tensor) -> Tensor:
+        """The ids at places of the run, given the documents that hold them."""
+        return self.file.read(places + take(self._shift, document))
+
+    def fingerprint(self) -> str:
+        """Changes with any token or document: what a resumed run compares."""
+        places = array("q", self.bounds.tolist() + self._shift.tolist()).tobytes()
+        return hashlib.sha256(self.file.digest.encode() + places).hexdigest()
+
+
+class Shards(NamedTuple):
+    """What a run trains on, and what it is measured on."""
+
+    train: Documents
+    validation: Documents
+
+
+def prepare(
+    data: str,
+    tokenizer: TextTokenizer,
+    cache_dir: str | Path,
+    validation: str | None = None,
+    validation_share: float = 0.005,
+    seed: int = 0,
+    verify: bool | None = None,
+) -> Shards:
+    """Token files of `data`, and of `validation` where given; otherwise a share of the documents is held out."""
+    check_probability(validation_share, "validation_share")
+    check_count(seed, "seed", minimum=0)
+    if validation is None and not validation_share:
+        raise InvalidValueError("validation_share is 0: it must be above 0, or name a validation file")
+    file = tokenize(data, tokenizer, cache_dir, verify)
+    if validation is None:
+        return split(file, validation_share, seed)
+    return Shards(everything(file), everything(tokenize(validation, tokenizer, cache_dir, verify)))
+
+
+def everything(file: TokenFile) -> Documents:
+    """All documents of a file."""
+    return Documents(file, file.offsets[:-1], file.offsets[1:])
+
+
+def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
+    """Hold out documents, in an order that only their number and the seed decide, as long as they fit into `share` of
+    the tokens (or into 4096, or a tenth if that is less). Where none fits, hold out the end of the last document."""
+    total = len(file)
+    if total < 4:
+        raise DepthgateError(f"{file.path} has {total} tokens: too few to train on some and hold out others")
+    room = max(int(total * share), min(total // 10, 4096), 2)
+    starts, stops = file.offsets[:-1], file.offsets[1:]
+    lengths = (stops - starts).tolist()
+    held = torch.zeros(len(lengths), dtype=torch.bool)
+    left = room
+    for i in sorted(range(len(lengths)), key=lambda i: mix(seed, i)):
+        if 1 < lengths[i] <= left:
+            held[i] = True
+            left -= lengths[i]
+        if left * 10 < room:
+            break
+    if held.any() and not held.all():
+        return Shards(Documents(file, starts[~held], stops[~held]), Documents(file, starts[held], stops[held]))
+    cut = total - room
+    before, after = starts < cut, stops > cut
+    return Shards(
+        Documents(file, starts[before], stops[before].clamp(max=cut)),
+        Documents(file, starts[after].clamp(min=cut), stops[after]),
+    )
+
+
+def tokenize(data: str, tokenizer: TextTokenizer, cache_dir: str | Path, verify: bool | None = None) -> TokenFile:
+    """The token file of all of `data`, from the cache if it is there and whole."""
+    key = hashlib.sha256(f"{VERSION} {fingerprint(data)} {tokenizer.fingerprint()}".encode()).hexdigest()
+    name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data).name).strip("-")[:40] or "data"
+    path = Path(cache_dir, f"{name}-{key[:24]}.tokens")
+    if path.exists():
+        try:
+            found = TokenFile(path, verify)
+            if (found.vocab, found.end) != (tokenizer.vocab, tokenizer.end):
+                raise DepthgateError(f"token file {path} is of another tokenizer")
+            return found
+        except DepthgateError as error:
+            warnings.warn(f"{error}; making it again", stacklevel=2)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, documents(data), tokenizer, describe(data))
+    except OSError as error:
+        raise DepthgateError(
+            f"the token cache {path} cannot be written: {error.strerror}; name another folder"
+        ) from None
+    return TokenFile(path, verify=False)
+
+
+def write(path: Path, texts: Iterable[str], tokenizer: TextTokenizer, title: str = "text") -> None:
+    """Tokenize texts into a file: under a temporary name, then renamed, so that a file is whole or not there."""
+    _sweep(path.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", suffix=".tokens", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            _write(file, texts, tokenizer, title)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _write(file: Any, texts: Iterable[str], tokenizer: TextTokenizer, title: str) -> None:
+    vocab, end = tokenizer.vocab, tokenizer.end
+    width, code = (2, "H") if vocab <= 2**16 else (4, "I")
+    file.write(bytes(_HEADER_SIZE))
+    payload = hashlib.sha256()
+    offsets = array("q", [0])
+    text_bytes = 0
+
+    def put(part: bytes) -> None:
+        payload.update(part)
+        file.write(part)
+
+    with _progress() as progress:
+        task = progress.add_task(f"tokenizing {title}", tokens=0)
+        for batch in _batches(texts):
+            for text, ids in zip(batch, tokenizer.encode_many(batch), strict=True):
+                if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                    raise DepthgateError(f"the tokenizer gave the id {max(ids)}, but its vocabulary has {vocab}")
+                put(array(code, [*ids, end]).tobytes())
+                offsets.append(offsets[-1] + len(ids) + 1)
+                text_bytes += len(text.encode())
+            progress.update(task, tokens=offsets[-1])
+    put(bytes(_round(offsets[-1] * width) - offsets[-1] * width))
+    put(offsets.tobytes())
+    fields = (_MAGIC, VERSION, width, offsets[-1], len(offsets) - 1, text_bytes, vocab, end)
+    head = _HEADER.pack(*fields, bytes(32))[:-32]
+    file.seek(0)
+    file.write(head + hashlib.sha256(head + payload.digest()).digest())
+
+
+def _batches(texts: Iterable[str], characters: int = 2**21) -> Iterator[list[str]]:
+    """Texts in lists of about so many characters, so that memory is bounded and threads have work."""
+    waiting, size = list[str](), 0
+    for text in texts:
+        waiting.append(text)
+        size += len(text)
+        if size >= characters:
+            yield waiting
+            waiting, size = [], 0
+    if waiting:
+        yield waiting
+
+
+def take(table: Tensor, places: Tensor) -> Tensor:
+    """table[places], 2048 at a time: torch splits more than 3000 among threads, and on a busy machine these wait for
+    each other a hundred times longer than the work takes."""
+    flat = places.flatten()
+    return torch.cat([table[flat[i : i + 2048]] for i in range(0, len(flat), 2048)]).view(places.shape)
+
+
+def mix(*parts: int) -> int:
+    """64 well-mixed bits of some whole numbers (splitmix64): the same on every machine and in every version."""
+    state = 0
+    for part in parts:
+        state = (state + part + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state
+
+
+def _round(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left, once nobody can be writing it any more."""
+    for path in folder.glob(".tmp-*.tokens"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE:
+                path.unlink()
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}  {task.fields[tokens]:,} tokens"), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

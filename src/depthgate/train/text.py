@@ -1,0 +1,297 @@
+"""Where text comes from, one document at a time.
+
+`data` is a text file, a glob, .jsonl, any of these as .gz, .xz or .zst, a folder, `stdlib` (the Python standard
+library's own source), or a Hugging Face dataset: `hf:NAME[:CONFIG[:SPLIT]]`, or a bare `owner/name` that is no path.
+
+Documents within a file: every line of .jsonl is one, its field `text` or `content`. A .txt file, or one without suffix,
+is cut at every `<|endoftext|>`; where its first 4 MiB have no such mark, also at two or more blank lines, as stand
+between the articles of Wikipedia text. Any other file, such as .py and .md, is one document, exactly as it is.
+"""
+
+import glob
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import re
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from depthgate.errors import DepthgateError, InvalidValueError
+
+MARK = "<|endoftext|>"
+PACKED = (".gz", ".xz", ".zst")
+FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
+_PEEK = 2**22  # how much of a .txt file is searched for MARK before blank lines count
+_HASHED = 2**26  # data of up to 64 MiB is told apart by content; more, by path, size and time of change
+_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_DATASET = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
+
+
+def documents(data: str) -> Iterator[str]:
+    """The documents of `data` in a fixed order, none of them empty; an error where there is none at all."""
+    empty = True
+    name = _dataset_name(data)
+    texts = _dataset(name) if name else (text for path in source_files(data) for text in _file_documents(path))
+    for text in texts:
+        if text:
+            empty = False
+            yield text
+    if empty:
+        raise DepthgateError(f"data {data!r} holds no text: give a file with at least one document")
+
+
+def describe(data: str) -> str:
+    """What `data` is, in a few words."""
+    name = _dataset_name(data)
+    if name:
+        return f"Hugging Face dataset {name}"
+    files = source_files(data)
+    size = sum(path.stat().st_size for path in files) / 1e6
+    return f"{data}: {len(files)} file{'s' * (len(files) != 1)}, {size:.1f} MB"
+
+
+def fingerprint(data: str) -> str:
+    """A hash that changes when the text of `data` does; cheap, as it reads no more than 64 MiB. A dataset from the hub
+    is known by its name alone."""
+    name = _dataset_name(data)
+    if name:
+        return hashlib.sha256(f"hf:{name}".encode()).hexdigest()
+    files, found = source_files(data), hashlib.sha256()
+    by_content = sum(path.stat().st_size for path in files) <= _HASHED
+    for path in files:
+        if by_content:
+            with _named_errors(path):
+                content = hashlib.sha256(path.read_bytes()).hexdigest()
+            found.update(f"{''.join(_suffixes(path))} {content}\n".encode())
+        else:
+            stat = path.stat()
+            found.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    return found.hexdigest()
+
+
+def source_files(data: str) -> list[Path]:
+    """The files that `data` names, sorted; never none."""
+    if not data or "\0" in data:
+        raise InvalidValueError(f"data is {data!r}: it must name a file, a glob, a folder, a dataset or stdlib")
+    if data == "stdlib":
+        return _stdlib_files()
+    path = Path(data).expanduser()
+    try:
+        if path.is_file():
+            return [path]
+        if path.is_dir():
+            return _folder_files(path)
+        exists = path.exists()
+    except OSError as error:
+        raise DepthgateError(f"data {data!r} cannot be read: {error.strerror}") from None
+    if exists:
+        raise DepthgateError(f"data {data!r} is neither a file nor a folder: write it to a file first")
+    if glob.has_magic(data):
+        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+        if not found:
+            raise DepthgateError(f"data {data!r} matches no file: change the pattern (** goes into folders)")
+        return found
+    raise DepthgateError(f"data {data!r} does not exist: give a file, a glob, a folder, hf:NAME or stdlib")
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in _walk(root, _SKIPPED) if path.suffix == ".py"]
+    if not files:
+        raise DepthgateError(f"data 'stdlib': no Python source under {root}; give a text file instead")
+    return files
+
+
+def _folder_files(root: Path) -> list[Path]:
+    files = [path for path in _walk(root, {"__pycache__"}) if _suffixes(path)[0] in FOLDER_SUFFIXES]
+    if not files:
+        kinds = " ".join(FOLDER_SUFFIXES)
+        raise DepthgateError(
+            f"data {str(root)!r} is a folder without text ({kinds}, also packed as {' '.join(PACKED)}): "
+            f"for other files give a glob such as '{root}/**/*.c'"
+        )
+    return files
+
+
+def _walk(root: Path, skipped: set[str]) -> list[Path]:
+    """The files under a folder, sorted; without hidden ones and those in folders to be skipped."""
+    files = []
+
+    def unreadable(error: OSError) -> None:
+        raise DepthgateError(f"folder {error.filename} cannot be read: {error.strerror}")
+
+    for folder, inside, names in os.walk(root, onerror=unreadable):
+        inside[:] = [name for name in inside if not name.startswith(".") and name not in skipped]
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        files += [path for path in paths if path.is_file()]
+    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _suffixes(path: Path) -> tuple[str, str]:
+    """Suffix of what is inside, and of the packing or nothing."""
+    name, outer = path.name.lower(), path.suffix.lower()
+    if outer in PACKED:
+        return Path(name.removesuffix(outer)).suffix, outer
+    return outer, ""
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """Turns what a damaged or unreadable file raises into an error that names the file."""
+    try:
+        yield
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+        raise DepthgateError(f"{path} is damaged or cut short: {error}; fetch it again") from None
+    except OSError as error:
+        raise DepthgateError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _raw_lines(path: Path) -> Iterator[bytes]:
+    packing = _suffixes(path)[1]
+    with _named_errors(path), path.open("rb") as file:
+        if packing in (".gz", ".xz"):
+            with gzip.open(file) if packing == ".gz" else lzma.open(file) as unpacked:
+                yield from unpacked
+        elif packing == ".zst":
+            left = b""
+            for chunk in _unpack_zst(path, file):
+                *lines, left = (left + chunk).split(b"\n")
+                yield from (line + b"\n" for line in lines)
+            yield from [left] if left else []
+        else:
+            yield from file
+
+
+def _unpack_zst(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """All frames of a file; one that is cut short is an error (the packages' own readers end in silence)."""
+    try:
+        from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+
+        new: Callable[[], Any] = zstd.ZstdDecompressor
+    except ImportError:  # before Python 3.14
+        try:
+            import zstandard  # type: ignore[import-not-found, unused-ignore]
+        except ImportError:
+            raise DepthgateError(
+                f"{path} is packed with Zstandard: install the package zstandard, use Python 3.14, or unpack the file"
+            ) from None
+        new = zstandard.ZstdDecompressor().decompressobj
+    frame, begun = new(), False
+    while chunk := file.read(2**17):
+        while chunk:
+            try:
+                yield frame.decompress(chunk)
+            except Exception as error:
+                raise EOFError(str(error)) from None  # each package has its own class
+            begun, chunk = not frame.eof, b""
+            if frame.eof:
+                chunk, frame = frame.unused_data, new()
+    if begun:
+        raise EOFError("the last frame does not end")
+
+
+def _file_documents(path: Path) -> Iterator[str]:
+    kind = _suffixes(path)[0]
+    lines = _lines(path)
+    if kind == ".jsonl":
+        yield from _jsonl(path, lines)
+    elif kind in (".txt", ""):
+        yield from _plain(lines)
+    else:
+        yield "".join(lines)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines with their ends, decoded: no UTF-8 sequence spans two, so an error has an exact place."""
+    offset = 0
+    for raw in _raw_lines(path):
+        try:
+            line = raw.decode()
+        except UnicodeDecodeError as error:
+            place = offset + error.start
+            raise DepthgateError(
+                f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {place}; convert it to UTF-8 "
+                f"(packed files must end in {', '.join(PACKED)})"
+            ) from None
+        yield line.removeprefix("\ufeff") if offset == 0 else line
+        offset += len(raw)
+
+
+def _plain(lines: Iterator[str]) -> Iterator[str]:
+    """Documents between marks; where the beginning has no mark, between two or more blank lines too. They lose the
+    ends of lines around them."""
+    head, size, marked = list[str](), 0, False
+    while not marked and size < _PEEK and (line := next(lines, "")):
+        head.append(line)
+        size += len(line)
+        marked = MARK in line
+    parts, blank = list[str](), 0
+    for line in chain(head, lines):
+        if blank > 1 and not marked and not line.isspace():
+            yield "".join(parts).strip("\r\n")
+            parts = []
+        blank = blank + 1 if line.isspace() else 0
+        parts.append(line)
+        if MARK in line:
+            *done, rest = "".join(parts).split(MARK)
+            yield from (text.strip("\r\n") for text in done)
+            parts = [rest]
+    yield "".join(parts).strip("\r\n")
+
+
+def _jsonl(path: Path, lines: Iterator[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, 1):
+        if line.isspace():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DepthgateError(f"{path}, line {number} is not JSON: {error}") from None
+        yield _text_of(record, f"{path}, line {number}")
+
+
+def _text_of(record: Any, place: str) -> str:
+    text = None
+    if isinstance(record, dict):
+        text = record["text"] if "text" in record else record.get("content")
+    if not isinstance(text, str):
+        raise DepthgateError(f"{place} has no text: it must be an object with a string named text or content")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DepthgateError(f"{place} holds half a surrogate pair at character {error.start}: remove it") from None
+    return text
+
+
+def _dataset_name(data: str) -> str | None:
+    """The dataset that `data` names, if it names one and no path."""
+    if data.startswith("hf:"):
+        return data.removeprefix("hf:")
+    looks = _DATASET.fullmatch(data) and _suffixes(Path(data))[0] not in FOLDER_SUFFIXES
+    return data if looks and not Path(data).exists() and not Path(data).parent.exists() else None
+
+
+def _dataset(name: str) -> Iterator[str]:
+    try:
+        from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise DepthgateError(
+            f"data {name!r} is no file or folder; to read it as a Hugging Face dataset, "
+            "install the package datasets (pip install 'depthgate[data]')"
+        ) from None
+    path, config, split = [*name.split(":"), "", ""][:3]
+    try:
+        records = load_dataset(path, config or None, split=split or "train", streaming=True)
+        for number, record in enumerate(records):
+            yield _text_of(record, f"dataset {name}, record {number}")
+    except DepthgateError:
+        raise
+    except Exception as error:  # the hub, the network and every loader have errors of their own
+        raise DepthgateError(f"the Hugging Face dataset {name!r} cannot be read: {error}") from None

@@ -1,0 +1,259 @@
+"""Text to token ids and back: bytes, a byte-level BPE trained on the spot, or a Hugging Face tokenizer folder.
+
+All are saved as a Hugging Face folder (tokenizer.json, tokenizer_config.json), which other tools open too. The end of
+a document is a token of its own; text that merely spells it is text, and never becomes it.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from depthgate.errors import DepthgateError, check_count
+
+END = "<|endoftext|>"
+_PIECE = 2**20  # characters encoded at a time, as `tokenizers` takes some 100 bytes of memory for each
+_TRAINED_ON = 2**26  # characters a BPE is trained on: more would change few of its merges, and take minutes
+
+
+class TextTokenizer(Protocol):
+    """What training, evaluation and generation ask of a tokenizer."""
+
+    @property
+    def vocab(self) -> int:
+        """How many ids there are."""
+
+    @property
+    def end(self) -> int:
+        """The id that ends a document."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; what is not UTF-8 becomes U+FFFD, ends become nothing."""
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of ids. For byte-level tokenizers those of a list are those of its parts, joined: a stream may be
+        decoded part by part through `codecs.getincrementaldecoder("utf-8")`."""
+
+    def bytes_of(self, ids: Iterable[int]) -> int:
+        """How many bytes of text the ids stand for: the denominator of bits per byte."""
+
+    def fingerprint(self) -> str:
+        """The same for tokenizers that give the same ids."""
+
+    def save(self, folder: str | Path) -> None:
+        """Write the files that `load_tokenizer` reads."""
+
+
+class ByteTokenizer:
+    """A byte is its own id; 256 ends a document."""
+
+    vocab = 257
+    end = 256
+
+    def encode(self, text: str) -> list[int]:
+        return list(_utf8(text))
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return bytes(i for i in _checked(ids, self.vocab) if i < 256)
+
+    def bytes_of(self, ids: Iterable[int]) -> int:
+        return sum(i < 256 for i in _checked(ids, self.vocab))
+
+    def fingerprint(self) -> str:
+        return "bytes-1"
+
+    def save(self, folder: str | Path) -> None:
+        inner = _byte_level({char: byte for byte, char in enumerate(_alphabet())})
+        inner.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        HFTokenizer(inner, END).save(folder)
+
+
+class HFTokenizer:
+    """A tokenizer of the `tokenizers` package, with the token that ends a document."""
+
+    def __init__(self, inner: Tokenizer, end: str) -> None:
+        inner.no_truncation()  # many saved ones cut at the context of their model, in silence
+        inner.no_padding()
+        inner.encode_special_tokens = True
+        ids = inner.get_vocab(with_added_tokens=True)
+        if end not in ids:
+            raise DepthgateError(f"the end token {end!r} is not in the tokenizer's vocabulary of {len(ids)}")
+        self.inner, self.end_text, self.end = inner, end, ids[end]
+        self.vocab = max(ids.values()) + 1  # ids may have gaps
+        self._bytes = _byte_table(inner, self.vocab)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "HFTokenizer":
+        """From tokenizer.json, and the end token named by tokenizer_config.json or special_tokens_map.json."""
+        path = Path(folder, "tokenizer.json")
+        if not path.is_file():
+            raise DepthgateError(f"{folder} is not a tokenizer folder: it has no tokenizer.json")
+        try:
+            inner = Tokenizer.from_file(str(path))
+        except Exception as error:  # `tokenizers` raises plain Exception
+            raise DepthgateError(f"{path} is not a tokenizer: {error}") from None
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            end = _read_json(Path(folder, name)).get("eos_token")
+            end = end.get("content") if isinstance(end, dict) else end
+            if isinstance(end, str):
+                return cls(inner, end)
+        raise DepthgateError(f"{folder} does not say which token ends a text: add eos_token to tokenizer_config.json")
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_many([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        pieces: list[str] = []
+        owners: list[int] = []
+        for owner, text in enumerate(texts):
+            _utf8(text)
+            cut = list(_pieces(text)) if self._bytes else [text]
+            pieces += cut
+            owners += [owner] * len(cut)
+        ids: list[list[int]] = [[] for _ in texts]
+        for owner, encoding in zip(owners, self.inner.encode_batch_fast(pieces, add_special_tokens=False), strict=True):
+            ids[owner] += encoding.ids
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        if self._bytes:
+            return self.decode_bytes(ids).decode(errors="replace")
+        return str(self.inner.decode(list(_checked(ids, self.vocab)), skip_special_tokens=True))
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        if self._bytes:
+            return b"".join(self._bytes[i] for i in _checked(ids, self.vocab))
+        return self.decode(ids).encode()
+
+    def bytes_of(self, ids: Iterable[int]) -> int:
+        return len(self.decode_bytes(ids))
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{self.end}\n{self.inner.to_str()}".encode()).hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        config = {"eos_token": self.end_text, "tokenizer_class": "PreTrainedTokenizerFast"}
+        files = {"tokenizer_config.json": json.dumps(config), "tokenizer.json": self.inner.to_str(pretty=True)}
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():  # tokenizer.json last and whole: where it is, all is there
+                temporary = Path(folder, f".tmp-{name}-{os.getpid()}")
+                temporary.write_text(content + "\n", encoding="utf-8")
+                temporary.replace(Path(folder, name))
+        except OSError as error:
+            raise DepthgateError(f"the tokenizer cannot be written to {folder}: {error.strerror}") from None
+
+
+class BPETokenizer(HFTokenizer):
+    """Byte-level BPE: any text comes back exactly."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab: int, limit: int = _TRAINED_ON) -> "BPETokenizer":
+        """Learn at most `vocab` ids (256 bytes, merges, the end) from the first `limit` characters of `texts`. The
+        same texts give the same ids. Little text may give fewer: `.vocab` says how many."""
+        check_count(vocab, "vocab", 257, 2**24)
+        inner = _byte_level({})
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[END],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+            max_token_length=64,
+        )
+        inner.train_from_iterator(_first(texts, limit), trainer)
+        return cls(inner, END)
+
+
+def load_tokenizer(folder: str | Path) -> TextTokenizer:
+    """The tokenizer of a folder that `save` or Hugging Face wrote."""
+    found = HFTokenizer.from_folder(folder)
+    as_bytes = {char: byte for byte, char in enumerate(_alphabet())} | {END: 256}
+    if found.inner.get_vocab() == as_bytes and found.end == 256 and not found.inner.normalizer:
+        return ByteTokenizer()
+    return found
+
+
+def _byte_level(vocab: dict[str, int]) -> Tokenizer:
+    inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return inner
+
+
+def _alphabet() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+
+
+def _byte_table(inner: Tokenizer, vocab: int) -> list[bytes]:
+    """The bytes of every id of a byte-level tokenizer; empty for others, whose tokens have no bytes of their own."""
+    decoder = json.loads(inner.to_str()).get("decoder") or {}
+    kinds = [decoder, *decoder.get("decoders", [])]
+    if not any(kind.get("type") == "ByteLevel" for kind in kinds):
+        return []
+    byte_of = {char: byte for byte, char in enumerate(_alphabet())}
+    table = [b""] * vocab
+    for token, i in inner.get_vocab(with_added_tokens=True).items():
+        known = all(char in byte_of for char in token)
+        table[i] = bytes(byte_of[char] for char in token) if known else token.encode(errors="replace")
+    for i, added in inner.get_added_tokens_decoder().items():
+        table[i] = b"" if added.special else added.content.encode()
+    return table
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A long text in parts, cut after the last newline that is near enough."""
+    start = 0
+    while len(text) - start > _PIECE:
+        stop = text.rfind("\n", start, start + _PIECE) + 1 or start + _PIECE
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
+    for text in texts:
+        yield from _pieces(text[:limit])
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise DepthgateError(f"text holds half a surrogate pair at character {error.start}: remove it") from None
+
+
+def _checked(ids: Iterable[int], vocab: int) -> Iterator[int]:
+    for i in ids:
+        if not 0 <= i < vocab:
+            raise DepthgateError(f"token id {i} is outside the tokenizer's vocabulary of {vocab}")
+        yield i
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise DepthgateError(f"{path} cannot be read: {error}") from None
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,60 @@
+"""`torchrun -m depthgate train`: two processes equal one, and a run may go on with another number of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from depthgate.train import checkpoint
+from tests.train.test_loop import TINY, rows
+
+TOLERANCE = {"rtol": 2e-3, "atol": 2e-5}  # sums over processes are in another order, and AdamW divides by small numbers
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n\n\n".join(f"document {i}: " + "abc defg hij " * (3 + i % 7) for i in range(40)))
+    return path
+
+
+def train(processes, out, data, steps, *options):
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"] if processes > 1 else []
+    command = [sys.executable, *launch, "-m", "depthgate", "train", "--out", str(out), "--data", str(data)]
+    command += ["--steps", str(steps), *TINY, *options]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(Path(out).parent / "home")}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def close(a, b):
+    one, two = checkpoint.load(Path(a)), checkpoint.load(Path(b))
+    assert one.step == two.step
+    for name, tensor in one.tensors["model"].items():
+        torch.testing.assert_close(tensor, two.tensors["model"][name], **TOLERANCE)
+    assert one.state["sequences"] == two.state["sequences"]
+    assert one.state["tokens"] == two.state["tokens"]
+
+
+@pytest.mark.parametrize("options", [[], ["--accumulate=2", "--model.pattern=mod,moe", "--model.experts=4"]])
+def test_two_processes_equal_one(tmp_path, data, options):
+    train(
+        1, tmp_path / "one", data, 6, *options, "--balance_loss=0"
+    )  # the balance of a batch is no mean over its parts
+    train(2, tmp_path / "two", data, 6, *options, "--balance_loss=0")
+    close(tmp_path / "one", tmp_path / "two")
+    losses = [[row["loss"] for row in rows(tmp_path / run)] for run in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert [row["tokens"] for row in rows(tmp_path / "one")] == [row["tokens"] for row in rows(tmp_path / "two")]
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data):
+    train(1, tmp_path / "one", data, 9)
+    train(2, tmp_path / "both", data, 3)
+    train(1, tmp_path / "both", data, 6, "--resume")
+    train(2, tmp_path / "both", data, 9, "--resume")
+    close(tmp_path / "one", tmp_path / "both")
+    assert [row["step"] for row in rows(tmp_path / "both")] == list(range(1, 10))

@@ -1,0 +1,287 @@
+"""`depthgate train` from outside: a run that is cut and goes on equals one that was not, bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import depthgate as dg
+from depthgate.cli import main
+from depthgate.config import ModelConfig, TrainConfig
+from depthgate.routing import agreement
+from depthgate.train import checkpoint, optim
+
+TINY = [
+    "--model.dim=16",
+    "--model.layers=2",
+    "--model.heads=2",
+    "--model.context=32",
+    "--batch=4",
+    "--device=cpu",
+    "--checkpoint_every=5",
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Some documents, a few hundred tokens in all: an epoch ends within ten steps."""
+    path = tmp_path / "text.jsonl"
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "and",
+        "then",
+        "it",
+        "sleeps",
+        "for",
+        "a",
+        "while",
+    ]
+    with path.open("w") as file:
+        for i in range(12):
+            file.write(json.dumps({"text": " ".join(words[(i * j) % len(words)] for j in range(3, 25))}) + "\n")
+    return str(path)
+
+
+def train(out, data, steps, *options):
+    return main(["train", "--out", str(out), "--data", data, "--steps", str(steps), *TINY, *options])
+
+
+def same(a, b):
+    """Model, optimizer, position and RNG of two runs' newest checkpoints are equal, bit for bit."""
+    one, two = checkpoint.load(Path(a)), checkpoint.load(Path(b))
+    assert one.step == two.step
+    for group, tensors in one.tensors.items():
+        assert tensors.keys() == two.tensors[group].keys()
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, two.tensors[group][name]), (group, name)
+    for key in ("step", "sequences", "tokens", "flops", "bad", "data"):
+        assert one.state[key] == two.state[key]
+    return True
+
+
+def rows(out):
+    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+
+
+OPTIONS = {
+    "mod": [],
+    "accumulation": ["--accumulate=2"],
+    "workers": ["--workers=2"],
+    "muon, wsd": ["--optimizer=muon", "--schedule=wsd", "--schedule_steps=12"],
+    "threshold": ["--model.rule=threshold"],
+    "scores, capacity schedule": ["--model.rule=scores", "--capacity_steps=8"],
+    "mode": ["--model.pattern=dense,mode", "--model.experts=4", "--model.null_experts=1"],
+    "bfloat16": ["--dtype=bfloat16"],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_five_and_five_steps_equal_ten(tmp_path, data, options):
+    assert train(tmp_path / "whole", data, 10, *options) == 0
+    assert train(tmp_path / "parts", data, 5, *options) == 0
+    assert train(tmp_path / "parts", data, 10, "--resume", *options) == 0
+    assert same(tmp_path / "whole", tmp_path / "parts")
+    losses = [[row["loss"] for row in rows(tmp_path / run)] for run in ("whole", "parts")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 10
+
+
+def test_the_run_passes_an_epoch_and_workers_change_nothing(tmp_path, data):
+    assert train(tmp_path / "none", data, 20) == 0
+    assert train(tmp_path / "two", data, 13, "--workers=2") == 0
+    assert train(tmp_path / "two", data, 20, "--workers=1", "--resume") == 0
+    assert same(tmp_path / "none", tmp_path / "two")
+    assert checkpoint.load(tmp_path / "none").state["sequences"] == 80
+    assert rows(tmp_path / "none")[0]["loss"] > rows(tmp_path / "none")[-1]["loss"]
+
+
+def test_resume_begins_at_the_beginning_where_nothing_was_saved(tmp_path, data):
+    assert train(tmp_path / "a", data, 3, "--resume") == 0
+    assert [row["step"] for row in rows(tmp_path / "a")] == [1, 2, 3]
+    assert checkpoint.steps(tmp_path / "a") == [3]
+
+
+def test_rows_after_the_checkpoint_are_done_again_once(tmp_path, data):
+    train(tmp_path / "a", data, 5)
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 6, "loss": 0.0}) + "\n" + '{"step": 7, "lo')  # as a kill leaves it
+    train(tmp_path / "a", data, 8, "--resume")
+    assert [row["step"] for row in rows(tmp_path / "a")] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_ends(tmp_path, data, number, code):
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "depthgate",
+        "train",
+        "--out",
+        str(out),
+        "--data",
+        data,
+        "--steps",
+        "100000",
+        *TINY,
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    while not checkpoint.steps(out) if out.exists() else True:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    assert "--resume" in errors
+    assert "Traceback" not in errors
+    assert checkpoint.load(out).step == rows(out)[-1]["step"]
+
+
+def test_killed_at_random_moments_a_run_always_goes_on(tmp_path, data):
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "depthgate", "train", "--out", str(out), "--data", data, "--resume"]
+    command += ["--steps", "100000", *TINY, "--checkpoint_every=1"]
+    reached = 0
+    for attempt in range(4):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and (
+            not out.exists() or max(checkpoint.steps(out), default=0) <= reached + 3
+        ):
+            time.sleep(0.01 * (attempt + 1))
+        process.kill()
+        process.wait()
+        found = checkpoint.load(out).step
+        assert found > reached
+        reached = found
+    steps = [row["step"] for row in rows(out) if row["step"] <= reached]
+    assert steps == list(range(1, reached + 1))
+
+
+def test_load_gives_the_newest_checkpoint_and_its_tokenizer(tmp_path, data):
+    train(tmp_path / "a", data, 7)
+    model = dg.load(tmp_path / "a")
+    weights = checkpoint.load(tmp_path / "a").tensors["model"]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    assert model.tokenizer.decode(model.tokenizer.encode("héllo")) == "héllo"
+    ids = torch.tensor([model.tokenizer.encode("the fox")])
+    logits, plans = model(ids, causal=True)
+    assert logits.shape == (1, 7, 257)
+    assert len(plans) == 1
+    step = dg.load(tmp_path / "a" / "step-5")
+    assert not torch.equal(step.embed.weight, model.embed.weight)
+
+
+def test_eval_prints_the_causal_and_the_top_k_figure(tmp_path, data, capsys):
+    train(tmp_path / "a", data, 7)
+    text = tmp_path / "short.txt"
+    text.write_text("the lazy dög")
+    capsys.readouterr()
+    assert main(["eval", "--model", str(tmp_path / "a"), "--data", str(text), "--json", "--device=cpu"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    model = dg.load(tmp_path / "a")
+    ids = torch.tensor([[*model.tokenizer.encode("the lazy dög"), model.tokenizer.end]])
+    assert figures["tokens"] == ids.shape[1] - 1
+    for causal, name in ((True, "nats_per_token"), (False, "nats_per_token_top_k")):
+        logits, plans = model(ids, causal=causal)
+        loss = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:]).item()
+        assert figures[name] == pytest.approx(loss, rel=1e-4)
+        if causal:
+            assert figures["routed_share"] == pytest.approx([plans[0].chosen.float().mean().item()])
+        else:
+            assert figures["agreement"] == pytest.approx([agreement(plans[0]).item()])
+    size = len("the lazy dög".encode()) - 1
+    bits = figures["nats_per_token"] * figures["tokens"] / 0.6931471805599453
+    assert figures["bits_per_byte"] == pytest.approx(bits / size)
+
+
+BAD = {
+    "steps 0": (["--steps=0"], "steps is 0"),
+    "preset": (["--preset=tiny-mode"], "tiny-mod"),
+    "unknown option": (["--model.dims=8"], "dims"),
+    "vocabulary": (["--model.vocab=300"], "model.vocab is 300"),
+    "absurd size": (["--model.hidden=1000000000"], "hidden is 1000000000"),
+    "soft moe": (["--model.pattern=dense,soft_moe"], "Soft MoE"),
+    "context": (["--model.context=100000"], "context"),
+    "no data": (["--data=nowhere.txt"], "nowhere.txt"),
+}
+
+
+@pytest.mark.parametrize(("options", "says"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused_and_nothing_is_trained(tmp_path, data, options, says, capsys):
+    try:
+        code = train(tmp_path / "a", data, 3, *options)
+    except SystemExit as stop:
+        code = stop.code
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert says in errors
+    assert "Traceback" not in errors
+    assert not (tmp_path / "a" / "metrics.jsonl").exists()
+
+
+def test_another_run_is_not_overwritten(tmp_path, data, capsys):
+    train(tmp_path / "a", data, 3)
+    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    assert train(tmp_path / "a", data, 5) == 2
+    assert "another run" in capsys.readouterr().err
+    assert train(tmp_path / "a", data, 5, "--resume", "--lr=0.5", "--seed=9") == 2
+    errors = capsys.readouterr().err
+    assert "lr: 0.003 there, 0.5 here" in errors
+    assert "seed: 0 there, 9 here" in errors
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_step_with_a_bad_gradient_changes_nothing_and_many_end_the_run(tmp_path, data):
+    from depthgate.train.batches import Rows
+    from depthgate.train.step import step
+
+    config = TrainConfig(model=ModelConfig(dim=16, layers=2, heads=2, context=8, pattern="dense,mod"))
+    model = dg.Decoder(config.model)
+    optimizers = optim.build(model, config)
+    ids = torch.randint(250, (4, 8))
+    pos = torch.arange(8).expand(4, 8)
+    good = Rows(ids, ids, pos, torch.zeros_like(ids), torch.zeros(4).long())
+    step(model, optimizers, good, config)
+    before = {n: w.clone() for n, w in model.state_dict().items()}
+    moments = {n: t.clone() for n, t in optim.state_tensors(model, optimizers).items()}
+    hook = model.layers[0].ffn.down.weight.register_hook(lambda g: g * torch.nan)
+    result = step(model, optimizers, good, config)
+    assert result.norm.isnan()
+    assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
+    assert all(torch.equal(t, moments[n]) for n, t in optim.state_tensors(model, optimizers).items())
+    hook.remove()
+    step(model, optimizers, good, config)
+    assert not torch.equal(model.embed.weight, before["embed.weight"])
+
+
+def test_schedules_by_hand():
+    config = TrainConfig(steps=110, warmup=10, lr=1.0, lowest_lr=0.1, capacity_steps=16)
+    assert optim.rate(config, 0) == pytest.approx(0.1)
+    assert optim.rate(config, 9) == pytest.approx(1.0)
+    assert optim.rate(config, 60) == pytest.approx(0.1 + 0.9 * 0.5)
+    assert optim.rate(config, 110) == pytest.approx(0.1)
+    stable = TrainConfig(steps=100, warmup=0, lr=1.0, lowest_lr=0.0, schedule="wsd")
+    assert [optim.rate(stable, s) for s in (0, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    assert optim.capacity(config, 0) == 1.0
+    assert optim.capacity(config, 8) == pytest.approx((1 + 0.125) / 2)
+    assert optim.capacity(config, 16) == 0.125
