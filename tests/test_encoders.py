@@ -172,6 +172,11 @@ def test_soft_moe_block_takes_a_mask():
     y = block(x, mask=mask)
     close(y[1, :3], block(x[1:, :3])[0])
     assert torch.equal(y[1, 3:], x[1, 3:])
+    x[~mask] = torch.nan
+    z = block(x, mask=mask)
+    close(z[mask], y[mask])
+    z[mask].pow(2).sum().backward()
+    assert all(p.grad.isfinite().all() for p in block.parameters())
 
 
 def test_dropout_acts_in_training_only():

@@ -8,7 +8,7 @@ from torch import nn
 
 import depthgate as dg
 from depthgate.layers import Attention, Block, Experts, MoD, SwiGLU
-from depthgate.routing import Threshold, TopTokens
+from depthgate.routing import Threshold, TopTokens, has_nan, routed_share
 
 D = 16
 X = torch.randn(2, 6, D)
@@ -42,6 +42,11 @@ CONSTRUCTION = {
     "window beside seq_len": (lambda: dg.SoftMoEEncoder(8, 16, window_size=-5, seq_len=10), "window_size is -5"),
     "parts of two widths": (lambda: Block(D, Attention(2 * D, 2), SwiGLU(D)), "attention has dim 32"),
     "threshold experts": (lambda: Threshold(-1), "experts is -1"),
+    "scores of expert choice": (lambda: dg.MixtureOfExperts(D, 4, choice="experts", rule="scores"), "never above 0"),
+    "per_token names": (lambda: dg.MixtureOfDepths(LINEAR, D, per_token=[3]), "per_token"),
+    "padding_keyword": (lambda: dg.MixtureOfDepths(LINEAR, D, padding_keyword=3), "padding_keyword is 3"),
+    "an update as block": (lambda: dg.MixtureOfDepths(SwiGLU(D), D), "without the residual"),
+    "parts of MoD": (lambda: MoD(LINEAR, "router"), "TopTokens"),
     "per_token": (lambda: dg.MixtureOfDepths(LINEAR, D, per_token="pos"), "'pos'"),
     "heads": (lambda: dg.MoDEncoder(8, 30, num_heads=4), "hidden_size 30 .* num_heads 4"),
     "attention heads": (lambda: Attention(30, 4), "dim 30 .* heads 4"),
@@ -163,6 +168,31 @@ class Returns(nn.Module):
 def test_a_block_that_changes_the_shape(what, says):
     with pytest.raises(dg.DepthgateError, match=says):
         dg.MixtureOfDepths(Returns(what), D, 0.5)(X)
+
+
+class Odd(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x, scores):
+        return self.what(scores)
+
+
+@pytest.mark.parametrize("what", [lambda s: s[:1], lambda s: s[..., 0], lambda s: None, lambda s: s > 0])
+def test_gates_and_rules_of_ones_own_must_return_one_number_a_score(what):
+    with pytest.raises(dg.DepthgateError, match="rule returned"):
+        TopTokens(D, 0.5, rule=Odd(what))(X)
+    with pytest.raises(dg.DepthgateError, match="gate returned"):
+        TopTokens(D, 0.5, gate=what)(X)
+
+
+def test_metrics_want_one_plan():
+    plans = LAYERS["moe"](X)[1]
+    for function in (routed_share, has_nan):
+        assert function(plans[0]).ndim == 0
+        with pytest.raises(dg.DepthgateError, match=r"plans\[0\]"):
+            function(plans)
 
 
 def test_soft_moe_refuses_causal():

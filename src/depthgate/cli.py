@@ -1,6 +1,7 @@
 """The command line: verb -> function. Heavy imports wait until a verb runs."""
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -145,6 +146,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"depthgate: error: out of memory: {str(error).splitlines()[0]}; ask for less", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("depthgate: interrupted", file=sys.stderr)
         return 130

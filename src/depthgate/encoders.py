@@ -147,6 +147,8 @@ class SoftMoEBlock(nn.Module):
 
     def update(self, x: Tensor, pos: Tensor | None = None) -> tuple[Tensor, Plans]:
         """What the block adds to x (B, T, D), and its plan."""
+        if pos is not None:
+            x = torch.where((pos >= 0)[..., None], x, 0.0)  # whatever lies in padding, NaN included
         update, plans = self.moe(self.norm(x), pos)
         return self.dropout(update), plans
 

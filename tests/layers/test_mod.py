@@ -9,7 +9,7 @@ from torch import nn
 import depthgate as dg
 from depthgate.layers import Attention, Block, MixtureOfDepths, MixtureOfExperts, MoD, SwiGLU
 from depthgate.ops.positions import masked_positions
-from depthgate.routing import RULES, TopTokens
+from depthgate.routing import RULES, TopTokens, update_thresholds
 from tests.conftest import close
 
 D = 16
@@ -213,6 +213,13 @@ def test_a_block_with_a_padding_mask_gets_ragged_rows_in_one_call():
     for b, n in ((0, 8), (1, 5), (3, 3)):
         close(y[b, :n], layer(x[b : b + 1, :n])[0][0])
     assert torch.equal(y[2], x[2])
+    # whatever lies in padding, in x or in a keyword of the block's, reaches neither values nor gradients
+    layer.zero_grad()
+    poisoned = torch.where(mask[..., None], x.detach(), torch.nan)
+    z, _ = layer(poisoned, mask=mask)
+    close(z[mask], y[mask])
+    z[mask].pow(2).sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
     # the block's own padding mask, where the caller gives one as well, joins ours
     hidden = ~mask
     hidden[0, :4] = True
@@ -221,6 +228,43 @@ def test_a_block_with_a_padding_mask_gets_ragged_rows_in_one_call():
     alone = plain(x[:1, picked], src_key_padding_mask=hidden[:1, picked])
     gates = plan.gates[0, 0, :, None]
     close(z[0, picked], (1 - gates) * x[0, picked] + gates * alone[0])
+
+
+def test_an_additive_padding_mask_stays_additive():
+    plain = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0)
+    layer = MixtureOfDepths(plain, D, 1.0)
+    x, bias = torch.randn(2, 6, D), torch.randn(2, 6)
+    everywhere = torch.ones(2, 6, dtype=torch.bool)
+    close(layer(x, mask=everywhere, src_key_padding_mask=bias)[0], layer(x, src_key_padding_mask=bias)[0])
+    with pytest.raises(dg.DepthgateError, match="padding mask is list"):
+        layer(x, mask=everywhere, src_key_padding_mask=[1])
+
+
+def test_nested_layers_get_ragged_rows_in_one_call():
+    inner = MixtureOfDepths(Recorder(1.0), D, 0.5, rule="threshold")
+    layer = MixtureOfDepths(inner, D, 0.5, rule="threshold").double()
+    x = torch.randn(3, 12, D, dtype=torch.float64)
+    mask = torch.arange(12) < torch.tensor([[12], [8], [3]])
+    y, plans = layer(x, mask=mask)
+    assert [plan.chosen.sum((1, 2)).tolist() for plan in plans] == [[6, 4, 1], [3, 2, 1]]
+    for b, n in enumerate((12, 8, 3)):
+        close(y[b, :n], layer(x[b : b + 1, :n])[0][0])
+    update_thresholds(layer, plans)
+
+
+def test_fewest_slots_calls_the_block_though_nobody_enters():
+    """What FSDP2 needs without gradients: each process enters every sharded block."""
+    for plain in (nn.Linear(D, D), nn.TransformerEncoderLayer(D, 2, 32, batch_first=True)):
+        layer = closed(MixtureOfDepths(plain, D, 0.5, rule="threshold"))
+        calls = []
+        plain.register_forward_pre_hook(lambda m, args, calls=calls: calls.append(args[0].shape[1]))
+        x = torch.randn(2, 5, D)
+        with torch.no_grad():
+            layer(x, causal=True)
+            assert calls == []
+            layer.router.fewest_slots = 1
+            assert torch.equal(layer(x, causal=True)[0], x)
+            assert calls == [1]
 
 
 def test_a_causal_call_reaches_a_routed_block_within():
@@ -245,6 +289,18 @@ def test_a_causal_call_reaches_a_routed_block_within():
     assert len(layer(x)[1]) == 2
     with pytest.raises(dg.DepthgateError, match="leak the future"):
         layer(x, causal=True)
+
+    class Mixes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.soft = dg.SoftMoE(D, 2)
+
+        def forward(self, x):
+            update, plans = self.soft(x)
+            return x + update, plans
+
+    with pytest.raises(dg.DepthgateError, match="leak the future"):
+        MixtureOfDepths(Mixes(), D, 0.5)(x, causal=True)
 
 
 def test_identity_and_capacity_one_hold_for_inf_and_fp16_extremes():

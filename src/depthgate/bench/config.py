@@ -22,7 +22,7 @@ class BenchLayersConfig:
         seed: seed of weights and data
     """
 
-    dims: str = "256"
+    dims: str | int = "256"
     batch: int = 8
     seq: int = 256
     experts: int = 8
@@ -48,6 +48,6 @@ class BenchLayersConfig:
     def widths(self) -> list[int]:
         """`dims` as numbers."""
         try:
-            return [int(width) for width in self.dims.split(",")]
+            return [int(width) for width in str(self.dims).split(",")]
         except ValueError:
             raise InvalidValueError(f"dims is {self.dims!r}: it must be whole numbers separated by commas") from None

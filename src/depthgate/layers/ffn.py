@@ -30,7 +30,7 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(dim, 2 * self.hidden, bias=False)
         self.down = nn.Linear(self.hidden, dim, bias=False)
 
-    def forward(self, x: Tensor, **_: Any) -> tuple[Tensor, Plans]:
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Plans]:
         check_tokens(x, self.dim)
         return self.down(swiglu(self.up(x))), ()
 

@@ -8,10 +8,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from depthgate.errors import InvalidValueError, check_count
+from depthgate.layers.attention import Attention
+from depthgate.layers.block import Block
+from depthgate.layers.ffn import SwiGLU
+from depthgate.layers.moe import MixtureOfExperts
+from depthgate.layers.soft_moe import SoftMoE
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import masked_positions, plain_positions
 from depthgate.routing.gates import Gate, sigmoid
-from depthgate.routing.plan import Plan, Plans, Slots
+from depthgate.routing.plan import Plan, Plans, Slots, Soft
 from depthgate.routing.routers import Scorer, TopTokens
 
 
@@ -23,6 +28,10 @@ class MoD(nn.Module):
 
     def __init__(self, block: nn.Module, router: TopTokens) -> None:
         super().__init__()
+        if not isinstance(block, nn.Module) or not isinstance(router, TopTokens):
+            raise InvalidValueError(
+                f"MoD got a {type(block).__name__} and a {type(router).__name__}: it needs a module and a TopTokens"
+            )
         self.router = router
         self.block = block
 
@@ -77,9 +86,9 @@ class MixtureOfDepths(nn.Module):
     token stays as it is, bit for bit. A routed token moves from x (gate 0) to the block's result (gate 1).
 
     With a mask or `causal=True` rows route different numbers of tokens. A block that takes a padding mask gets them in
-    one call, the shorter rows padded (`padding_keyword`). Any other block is called once for each number, with the rows
-    that have it: right for every block, but more calls, none of them in a full graph, and FSDP2 must then shard this
-    layer, not the block within.
+    one call, the shorter rows filled up with zeros (`padding_keyword`). Any other block is called once for each number,
+    with the rows that have it: right for every block, but more calls, none of them in a full graph, and FSDP2 must then
+    shard this layer, not the block within. (FSDP2 without gradients: see `TopTokens.fewest_slots`.)
     """
 
     def __init__(
@@ -100,17 +109,20 @@ class MixtureOfDepths(nn.Module):
         """
         super().__init__()
         self.dim = check_count(dim, "dim")
-        if not isinstance(block, nn.Module):
-            raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
-        if isinstance(block, nn.TransformerEncoderLayer):
-            if not block.self_attn.batch_first:
-                raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
+        _check_block(block)
+        if isinstance(getattr(block, "_orig_mod", block), nn.TransformerEncoderLayer):  # compiled, perhaps
             padding_keyword = padding_keyword or "src_key_padding_mask"
-        if isinstance(per_token, str):
-            raise InvalidValueError(f"per_token is {per_token!r}: it must be a list of names, as [{per_token!r}]")
+        if padding_keyword is not None and (not isinstance(padding_keyword, str) or not padding_keyword.isidentifier()):
+            raise InvalidValueError(f"padding_keyword is {padding_keyword!r}: it must be the name of a keyword")
+        if per_token is not None and (
+            isinstance(per_token, str | bytes)
+            or not isinstance(per_token, Collection)
+            or not all(isinstance(name, str) for name in per_token)
+        ):
+            raise InvalidValueError(f"per_token is {per_token!r}: it must be a list of names, as ['pos']")
         self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
         self.block = block
-        self.per_token = None if per_token is None else frozenset(per_token)
+        self.per_token = None if per_token is None else frozenset({*per_token, padding_keyword or ""})
         self.padding_keyword = padding_keyword
 
     def forward(
@@ -128,13 +140,14 @@ class MixtureOfDepths(nn.Module):
         plan = self.router(x, None if mask is None else masked_positions(mask), causal)
         if x.numel() == 0 or plan.index.shape[-1] == 0:
             return x, (plan,)
-        if plan.filled is None or self.padding_keyword is not None:
+        nested = isinstance(self.block, MixtureOfDepths)
+        if plan.filled is None or nested or self.padding_keyword is not None:
             return self._through_block(x, plan, kwargs)
         y = x
         inner: Plans = ()
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
         # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
-        nobody = [0] if torch.is_grad_enabled() else []
+        nobody = [0] if torch.is_grad_enabled() or self.router.fewest_slots else []
         for k in counts[counts > 0].unique().tolist() or nobody:
             batch = (counts == k).nonzero()[:, 0]
             part = plan.rows(batch, max(k, 1))
@@ -145,13 +158,14 @@ class MixtureOfDepths(nn.Module):
         return y, (plan, *inner)
 
     def _through_block(self, x: Tensor, plan: Slots, kwargs: dict[str, Any]) -> tuple[Tensor, Plans]:
-        rows = plan.dispatch(x)[:, 0]
+        rows = plan.dispatch(x, fill=0)[:, 0]
         moving = {k: v for k, v in kwargs.items() if self.per_token is None or k in self.per_token}
         kwargs = {**kwargs, **_for_tokens(moving, plan, x)}
-        if self.padding_keyword is not None and plan.filled is not None:
+        if isinstance(self.block, MixtureOfDepths):
+            kwargs["causal"] = plan.causal
+            kwargs["mask"] = None if plan.filled is None else plan.filled[:, 0]
+        elif self.padding_keyword is not None and plan.filled is not None:
             kwargs[self.padding_keyword] = _padding(plan.filled[:, 0], kwargs.get(self.padding_keyword))
-        if plan.causal and isinstance(self.block, MixtureOfDepths):
-            kwargs["causal"] = True
         out = self.block(rows, **kwargs)
         inner: Plans = ()
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):  # a block that routes, too
@@ -169,18 +183,36 @@ class MixtureOfDepths(nn.Module):
             )
         if not all(isinstance(plan, Plan) for plan in inner):
             raise InvalidValueError("block returned a tuple: it must return a tensor, or a tensor and a tuple of plans")
-        if causal and any(isinstance(plan, Slots) and not plan.causal for plan in inner):
+        if causal and any(isinstance(plan, Soft) or not getattr(plan, "causal", True) for plan in inner):
             raise InvalidValueError(
-                "block routes by the top k within a causal call, which would leak the future: "
+                "block routes by the top k, or by Soft MoE, within a causal call, which would leak the future: "
                 "let it decide causally, or call without causal=True"
             )
 
 
-def _padding(filled: Tensor, given: Tensor | None) -> Tensor:
-    """filled (B, k) -> padding (B, k), True at padding, joined with what was given. A row with nothing else to look at
-    looks at its padding: its result is thrown away, and looking at nothing would be 0/0."""
-    padding = ~filled if given is None else ~filled | given.to(torch.bool)
-    return padding & ~padding.all(1, keepdim=True)
+def _check_block(block: Any) -> None:
+    """Refuse what would be silently wrong: an Update (its result lacks the residual), and tokens before batch."""
+    if not isinstance(block, nn.Module):
+        raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
+    if isinstance(block, Block | MoD | SoftMoD | MixtureOfExperts | SoftMoE | SwiGLU | Attention):
+        raise InvalidValueError(
+            f"block is a {type(block).__name__}, which returns an update without the residual: use depthgate.layers.MoD"
+        )
+    layers = block.layers if isinstance(block, nn.TransformerEncoder) else [block]
+    if any(isinstance(layer, nn.TransformerEncoderLayer) and not layer.self_attn.batch_first for layer in layers):
+        raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
+
+
+def _padding(filled: Tensor, given: Any) -> Tensor:
+    """filled (B, k) -> padding (B, k), True (or -inf) at empty slots, joined with what was given. A row of empty slots
+    alone looks at them, which are zeros: its result is thrown away, and looking at nothing would be 0/0."""
+    empty = ~filled & filled.any(1, keepdim=True)
+    if given is None:
+        return empty
+    if not isinstance(given, Tensor) or given.shape != filled.shape:
+        got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        raise InvalidValueError(f"the block's padding mask is {got}: it must be a tensor of shape (batch, tokens)")
+    return given.masked_fill(empty, -torch.inf if given.is_floating_point() else True)
 
 
 def _per_token(value: Any, x: Tensor) -> bool:
@@ -198,7 +230,7 @@ def _for_tokens(kwargs: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any
     def gather(value: Any) -> Any:
         if not _per_token(value, x):
             return value
-        return plan.dispatch(value.expand(x.shape[0], *value.shape[1:]))[:, 0]
+        return plan.dispatch(value.expand(x.shape[0], *value.shape[1:]), fill=0)[:, 0]
 
     return pytree.tree_map(gather, kwargs) if kwargs else kwargs
 

@@ -7,6 +7,7 @@ without `causal=True`.
 import torch
 from torch import Tensor
 
+from depthgate.errors import InvalidValueError
 from depthgate.routing.losses import plan_of_top_k, valid_mean
 from depthgate.routing.plan import Groups, Plan, Slots
 
@@ -18,7 +19,7 @@ def routed_share(plan: Plan) -> Tensor:
         return valid_mean(plan.chosen.float(), plan.valid)
     if isinstance(plan, Groups):
         return valid_mean((plan.place < plan.ends[-1]).float(), plan.valid)
-    return torch.ones((), device=plan.scores.device)
+    return torch.ones((), device=a_plan(plan, "routed_share").scores.device)
 
 
 def predictor_accuracy(plan: Slots) -> Tensor:
@@ -37,5 +38,13 @@ def agreement(plan: Slots) -> Tensor:
 
 def has_nan(plan: Plan) -> Tensor:
     """True if any valid token's score is NaN. Such tokens lose every choice, so a run should look at this."""
+    plan = a_plan(plan, "has_nan")
     bad = plan.scores.isnan().flatten(2).any(-1)
     return (bad if plan.valid is None else bad & plan.valid).any()
+
+
+def a_plan(plan: Plan, what: str) -> Plan:
+    """The plan, if it is one: a layer returns a tuple of them."""
+    if not isinstance(plan, Plan):
+        raise InvalidValueError(f"{what} got a {type(plan).__name__}: it needs one plan, as plans[0]")
+    return plan

@@ -37,7 +37,7 @@ class Slots(NamedTuple):
         rows = take_rows(x, self.index.reshape(B, E * C)).reshape(B, E, C, *x.shape[2:])
         if fill is None or self.filled is None:
             return rows
-        return torch.where(self.filled.reshape(B, E, C, *[1] * (x.ndim - 2)), rows, fill)
+        return rows.masked_fill(~self.filled.reshape(B, E, C, *[1] * (x.ndim - 2)), fill)
 
     def combine(self, rows: Tensor, T: int) -> Tensor:
         """rows (B, E, C, D) -> update (B, T, D): the sum over a token's slots of gate * row, 0 where it has none."""

@@ -1,16 +1,18 @@
 """Routers: look at tokens, return a plan. Scores are fp32 whatever surrounds them, autocast included."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import DepthgateError, check_capacity, check_count
+from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.select import compact, top_k, top_of_documents
 from depthgate.ops.sizes import budget
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
-from depthgate.routing.rules import Threshold, rule_from
+from depthgate.routing.rules import Scores, Threshold, rule_from
 
 _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
 
@@ -71,12 +73,19 @@ class TopTokens(nn.Module):
         self.experts = check_count(experts, "experts")
         self.gate = gate_from(gate)
         self.across_experts = across_experts
-        # A bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the rest
-        # negative, which is what `causal_bce` asks of them.
+        # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
+        # rest negative, which is what `causal_bce` asks of them.
         self.proj = Scorer(dim, experts, bias=True)
         self.rule = rule_from(rule, dim, experts)
         # The most documents a row may hold, where the caller knows: the number of slots is then known as well.
         self.max_documents: int | None = None
+        # Set to 1 where a causal choice of nobody must not keep the block from being called: a process of several that
+        # share its weights (FSDP2) would leave the others waiting. With gradients that is so in any case.
+        self.fewest_slots = 0
+        if across_experts and isinstance(self.rule, Scores):
+            raise InvalidValueError(
+                "rule is 'scores', but log-probabilities are never above 0: use 'predictor' or 'threshold'"
+            )
 
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}"
@@ -100,14 +109,14 @@ class TopTokens(nn.Module):
             tokens = features(x, valid)
             logits = self.proj(tokens)
             scores = self._scores(logits)
-            decision = self.rule(tokens, scores)
+            decision = checked(self.rule(tokens, scores), scores, "rule")
         ranked, wanted = scores.detach(), decision.detach() >= 0
         if keep is not None:
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
         index, filled = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
         picked = scores.mT.gather(2, index).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
-        gates = self.gate(picked)
+        gates = checked(self.gate(picked), picked, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
         return Slots(index, gates, logits, decision, filled, valid, causal)
@@ -129,27 +138,27 @@ class TopTokens(nn.Module):
             valid = torch.ones_like(ranked[:, 0], dtype=torch.bool)
         if causal:
             chosen = wanted & valid[:, None]
-            return compact(chosen, _slots_for(chosen))
+            return compact(chosen, self._slots_for(chosen))
         chosen = top_of_documents(ranked, valid, doc, self.capacity)
         if doc is None:
             return compact(chosen, budget(self.capacity, T))
         if self.max_documents is None:
-            return compact(chosen, _slots_for(chosen))
+            return compact(chosen, self._slots_for(chosen))
         # Each document gets one token more than its share at most.
         return compact(chosen, min(T, budget(self.capacity, T) + self.max_documents))
+
+    def _slots_for(self, chosen: Tensor) -> int:
+        """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
+        computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
+        """
+        if torch.compiler.is_compiling():
+            return chosen.shape[-1]
+        return max(int(chosen.sum(-1).max()), int(torch.is_grad_enabled()), self.fewest_slots)
 
     def update(self, plan: Slots) -> None:
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one."""
         if isinstance(self.rule, Threshold):
             self.rule.update(self._scores(plan.scores), plan.valid, self.capacity)
-
-
-def _slots_for(chosen: Tensor) -> int:
-    """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which computes
-    more and is as right. With gradients there is at least one, so that every parameter gets one (perhaps 0)."""
-    if torch.compiler.is_compiling():
-        return chosen.shape[-1]
-    return max(int(chosen.sum(-1).max()), int(torch.is_grad_enabled()))
 
 
 def update_thresholds(model: nn.Module, plans: tuple[Plan, ...]) -> None:
@@ -202,6 +211,16 @@ class TopExperts(nn.Module):
         place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
         gates = torch.where(computed, gates, 0.0)
         return Groups(order, ends, place.view_as(choice), gates, choice, scores, valid)
+
+
+def checked(result: Any, scores: Tensor, name: str) -> Tensor:
+    """What a gate or rule of the user's own returned, if it is one number for each score."""
+    if not isinstance(result, Tensor) or result.shape != scores.shape or not result.is_floating_point():
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise InvalidValueError(
+            f"{name} returned {got}: it must return a floating tensor of shape {tuple(scores.shape)}"
+        )
+    return result
 
 
 def _probability(scores: Tensor, choice: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from depthgate.model import Decoder
-from depthgate.routing import Threshold
+from depthgate.routing import Threshold, TopTokens
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class World:
         """Split every layer's weights, and the rest, among the processes."""
         if self.size == 1:
             return
+        for module in model.modules():
+            if isinstance(module, TopTokens):
+                module.fewest_slots = 1
         mesh = init_device_mesh(self.device.split(":")[0], (self.size,))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
