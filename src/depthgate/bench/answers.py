@@ -30,6 +30,14 @@ def with_gradients(layer: nn.Module, fn: Callable[[Tensor], object], x: Tensor, 
     return [answer.detach(), *torch.autograd.grad(answer, [x, *layer.parameters()], grad, materialize_grads=True)]
 
 
+def weights_as_one(parts: Sequence[Tensor]) -> list[Tensor]:
+    """`with_gradients` with the gradients of all parameters as one vector. For comparisons in low precision: a gradient
+    that is one number, as a router's bias, is a sum over all tokens that nearly cancels, and its rounding is large
+    beside itself but not beside the rest."""
+    answer, grad_x, *weights = parts
+    return [answer, grad_x, torch.cat([w.flatten().float() for w in weights])]
+
+
 def agree(got: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Whether each tensor is what it should be, to the tolerance of `dtype`; NaN never is."""
     return all(_distance(g, w) <= TOLERANCE[dtype] for g, w in zip(got, wanted, strict=True))

@@ -150,9 +150,10 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
         given = {"pos": pos, "plain": True} if isinstance(layer, Block | MoD) else {}
         eager, timed = partial(layer, **given), partial(fast, **given)
         if right and config.compile:
-            wanted = answers.with_gradients(layer, eager, x, grad)
-            right = answers.agree(answers.with_gradients(layer, timed, x, grad), wanted, dtype)
-            del wanted
+            wanted = answers.weights_as_one(answers.with_gradients(layer, eager, x, grad))
+            got = answers.weights_as_one(answers.with_gradients(layer, timed, x, grad))
+            right = answers.agree(got, wanted, dtype)
+            del wanted, got
         if not right:
             rows.append({**about, "error": "wrong answer"})
             continue
