@@ -4,6 +4,7 @@ Each process holds a part of every weight and computes its own rows of each batc
 written by the first process, so that any number of processes can go on with them.
 """
 
+import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,6 +83,7 @@ def joined(device: str) -> Iterator[World]:
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:
+        gc.collect()  # a sharded model holds its process group, and both are in cycles
         dist.destroy_process_group()
 
 
