@@ -13,7 +13,7 @@ from tests.train.test_loop import TINY, rows
 
 pytestmark = pytest.mark.skipif(
     "DEPTHGATE_TORCHRUN" not in os.environ,
-    reason="set DEPTHGATE_TORCHRUN=1: about one launch in sixty aborts as the interpreter exits, after the work is done",
+    reason="set DEPTHGATE_TORCHRUN=1: about one launch in sixty aborts as the interpreter exits, its work done",
 )
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-5}  # sums over processes are in another order, and AdamW divides by small numbers
 
