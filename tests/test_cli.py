@@ -34,7 +34,7 @@ def test_version_and_help():
         (["bench", "layers", "--dtype", "int8"], "'int8'"),
         (["demo", "--config", "missing.yaml"], "missing.yaml"),
         ([], "verb"),
-        (["bench"], "bench-layers"),
+        (["bench"], "bench what? `depthgate bench WHAT`, where WHAT is one of: layers"),
         (["demo", "--seed", "9" * 24], "seed is 999"),
         (["bench", "layers", "--seed", "9" * 24], "seed is 999"),
         (["bench", "layers", "--batch", "1000000", "--seq", "1000000"], "out of memory"),

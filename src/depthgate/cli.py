@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from depthgate._version import __version__
 from depthgate.bench.config import BenchLayersConfig
 from depthgate.config import DemoConfig, EvalConfig, ModelConfig, PresetsConfig, TrainConfig
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters, training_flops
 from depthgate.presets import PRESETS, preset
 
@@ -116,7 +116,14 @@ def build_parser(start: str = "tiny-mod") -> ArgumentParser:
 def _join_words(argv: Sequence[str]) -> list[str]:
     """["bench", "layers", ...] -> ["bench-layers", ...]: the parser reads yaml for one level of verbs only."""
     first = "-".join(argv[:2])
-    return [first, *argv[2:]] if len(argv) > 1 and first in _VERBS else list(argv)
+    if len(argv) > 1 and first in _VERBS:
+        return [first, *argv[2:]]
+    second = [verb.partition("-")[2] for verb in _VERBS if argv and verb.startswith(f"{argv[0]}-")]
+    if second:
+        raise InvalidValueError(
+            f"{argv[0]} what? `depthgate {argv[0]} WHAT`, where WHAT is one of: {', '.join(second)}"
+        )
+    return list(argv)
 
 
 def _preset_of(argv: Sequence[str]) -> str:
@@ -131,8 +138,8 @@ def _preset_of(argv: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
-    words = _join_words(sys.argv[1:] if argv is None else argv)
     try:
+        words = _join_words(sys.argv[1:] if argv is None else argv)
         options = build_parser(_preset_of(words)).parse_args(words)
         config_type, function = _VERBS[options.verb]
         options = options[options.verb]

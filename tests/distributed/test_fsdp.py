@@ -1,4 +1,4 @@
-"""FSDP2 on two gloo processes equals one process: losses, gradients, and a step in which nobody enters a block."""
+"""FSDP2 and DDP on two gloo processes equal one: losses, gradients, and a step in which nobody enters a block."""
 
 import os
 import socket
@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import close
@@ -20,6 +21,12 @@ NAMES = ["mod predictor", "mixture of depths", "moe tokens", "moe experts", "sof
 
 def _batch():
     return torch.randn(4, 12, D, generator=torch.Generator().manual_seed(3))
+
+
+def _means(name: str, plans):
+    """Plans whose losses are means over the batch, so that the mean over ranks is the mean over all. Load balance is
+    no such mean."""
+    return () if name in ("moe tokens", "staged mode") else plans
 
 
 def _worker(rank: int, port: int, recompute: bool) -> None:
@@ -34,15 +41,13 @@ def _worker(rank: int, port: int, recompute: bool) -> None:
         fully_shard(sharded, mesh=mesh)
         x = _batch()
         mine = x[2 * rank : 2 * rank + 2]
-        # Means over the batch, so that the mean over ranks is the mean over all: balance is no mean, so leave it out.
         y, plans = checkpoint(sharded, mine, use_reentrant=False) if recompute else sharded(mine)
-        plans = () if name in ("moe tokens", "staged mode") else plans
-        total = loss(y, plans)
+        total = loss(y, _means(name, plans))
         total.backward()
         mean = total.detach().clone()
         dist.all_reduce(mean)
         y, plans = single(x)
-        expected = loss(y, () if name in ("moe tokens", "staged mode") else plans)
+        expected = loss(y, _means(name, plans))
         expected.backward()
         close(mean / 2, expected.detach())
         grads = {n: g.full_tensor() for n, g in gradients(sharded).items() if g is not None}
@@ -51,6 +56,7 @@ def _worker(rank: int, port: int, recompute: bool) -> None:
                 close(grads[n], g)
     _step_without_anybody(rank, mesh)
     _masks_that_differ(rank, mesh)
+    _ddp(rank)
     dist.barrier()
     # Everything is asserted. Leave without the interpreter's farewell: about once in sixty, a thread of torch's that
     # outlives the process group ends it in "terminate called without an active exception".
@@ -84,6 +90,20 @@ def _masks_that_differ(rank: int, mesh) -> None:
     single(x, mask=mask)[0].pow(2).mean().backward()
     for n, g in gradients(single).items():
         close(gradients(sharded)[n].full_tensor(), g)
+
+
+def _ddp(rank: int) -> None:
+    """DistributedDataParallel waits for every parameter's gradient, and averages them: equal to one process."""
+    x = _batch()
+    for name in NAMES:
+        single, wrapped = build(name), DistributedDataParallel(build(name))
+        for module, rows in ((single, x), (wrapped, x[2 * rank : 2 * rank + 2])):
+            for _ in range(2):
+                module.zero_grad()
+                y, plans = module(rows)
+                loss(y, _means(name, plans)).backward()
+        for n, g in gradients(single).items():
+            close(gradients(wrapped.module)[n], g)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -47,6 +47,17 @@ def test_odd_strides_give_the_contiguous_result(odd):
     assert torch.equal(rows.put_rows(x, index, r), rows.put_rows(x.contiguous(), index, r))
 
 
+def test_more_elements_than_an_int32_counts():
+    """Row 27: 2^31 elements and more, as bytes so that they fit; the last rows are read where they are."""
+    D, T = 1024, 2**21 + 8
+    x = torch.zeros(1, T, D, dtype=torch.uint8)
+    x[0, -3:] = torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None]
+    assert x.numel() > 2**31
+    got = rows.take_rows(x, torch.tensor([[0, T - 3, T - 1]]))
+    assert got[0, :, 0].tolist() == [0, 1, 3]
+    assert (got == got[..., :1]).all()
+
+
 ENDS = {
     "even": [4, 8, 12],
     "an empty expert": [5, 5, 12],
