@@ -19,7 +19,7 @@ from depthgate.errors import (
 )
 from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
-from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.checks import check_tokens
 from depthgate.ops.positions import masked_positions, plain_positions
 from depthgate.ops.rows import take_rows
 from depthgate.routing import Plans, TopTokens
@@ -53,10 +53,9 @@ class _SequenceEncoder(nn.Module):
     def features(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Plans]:
         """Every timestep after the final norm (batch, seq, hidden_size), and the plans of all layers."""
         check_tokens(x, self.embed_dim, dim_name="embed_dim")
+        pos = plain_positions(x) if mask is None else masked_positions(mask, x)
         if mask is not None:
-            check_per_token(mask, x, "mask", torch.bool)
             x = torch.where(mask[..., None], x, 0.0)  # whatever lies in padding, NaN included
-        pos = plain_positions(x) if mask is None else masked_positions(mask)
         plans: Plans = ()
         hidden = self.project(x)
         if x.shape[0] and x.shape[1]:
@@ -155,9 +154,7 @@ class SoftMoEBlock(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, T, D); mask (B, T), True at real tokens -> (B, T, D)."""
         check_tokens(x, self.moe.dim, dim_name="hidden_size")
-        if mask is not None:
-            check_per_token(mask, x, "mask", torch.bool)
-        return x + self.update(x, None if mask is None else masked_positions(mask))[0]
+        return x + self.update(x, None if mask is None else masked_positions(mask, x))[0]
 
 
 class SoftMoEEncoder(_SequenceEncoder):

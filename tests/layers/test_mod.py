@@ -122,7 +122,7 @@ def test_padding_changes_nothing(side, causal):
     t = torch.arange(8)
     mask = torch.stack([(t >= 8 - n) if side == "left" else (t < n) for n in lengths])
     x[~mask] = torch.nan  # whatever lies in padding
-    update, (plan,) = layer(x, masked_positions(mask), causal=causal)
+    update, (plan,) = layer(x, masked_positions(mask, x), causal=causal)
     assert not plan.chosen[~mask].any()
     assert (update[~mask] == 0).all()
     for b, n in enumerate(lengths[:2]):

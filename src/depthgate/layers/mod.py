@@ -13,7 +13,7 @@ from depthgate.layers.block import Block
 from depthgate.layers.ffn import SwiGLU
 from depthgate.layers.moe import MixtureOfExperts
 from depthgate.layers.soft_moe import SoftMoE
-from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.checks import check_tokens
 from depthgate.ops.positions import masked_positions, plain_positions
 from depthgate.routing.gates import Gate, sigmoid
 from depthgate.routing.plan import Plan, Plans, Slots, Soft
@@ -135,9 +135,7 @@ class MixtureOfDepths(nn.Module):
         deceive (a memory as long as x, a (T, T) mask when B = T), name the per-token ones in `per_token`.
         """
         check_tokens(x, self.dim)
-        if mask is not None:
-            check_per_token(mask, x, "mask", torch.bool)
-        plan = self.router(x, None if mask is None else masked_positions(mask), causal)
+        plan = self.router(x, None if mask is None else masked_positions(mask, x), causal)
         if x.numel() == 0 or plan.index.shape[-1] == 0:
             return x, (plan,)
         nested = isinstance(self.block, MixtureOfDepths)

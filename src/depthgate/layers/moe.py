@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count
 from depthgate.layers.ffn import Experts, SwiGLU
-from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.checks import check_tokens
 from depthgate.ops.positions import masked_positions
 from depthgate.ops.sizes import swiglu_hidden
 from depthgate.routing.plan import Plans
@@ -82,8 +82,7 @@ class MixtureOfExperts(nn.Module):
         """x (B, T, D); mask (B, T), True at real tokens, in place of pos."""
         check_tokens(x, self.dim)
         if mask is not None:
-            check_per_token(mask, x, "mask", torch.bool)
-            pos, plain = masked_positions(mask), False
+            pos, plain = masked_positions(mask, x), False
         pos = None if plain else pos
         T = x.shape[1]
         if isinstance(self.router, TopExperts):

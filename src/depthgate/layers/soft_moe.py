@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.layers.ffn import Experts
-from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.checks import check_tokens
 from depthgate.ops.positions import masked_positions
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import SoftSlots
@@ -40,8 +39,7 @@ class SoftMoE(nn.Module):
         """x (B, T, D); mask (B, T), True at real tokens, in place of pos. Padding gets an update of 0."""
         check_tokens(x, self.dim)
         if mask is not None:
-            check_per_token(mask, x, "mask", torch.bool)
-            pos, plain = masked_positions(mask), False
+            pos, plain = masked_positions(mask, x), False
         if doc is not None:
             raise InvalidValueError("Soft MoE mixes all tokens of a row: pass one document a row, not doc")
         plan = self.router(x, None if plain else pos, causal)
