@@ -16,23 +16,24 @@ ALLOWED = {
     "_version": set(),
     "errors": set(),
     "config": {"errors"},
+    "console": {"errors"},
     "ops": {"errors", "ops"},
     "routing": {"errors", "ops", "routing"},
     "layers": {"errors", "ops", "routing", "layers"},
     "flops": {"config", "ops"},
     "model": {"errors", "config", "ops", "routing", "layers"},
-    "presets": {"errors"},
+    "presets": {"errors", "config"},
     "train": {"errors", "config", "presets", "flops", "ops", "routing", "layers", "model", "loading", "train"},
     "loading": {"errors", "config", "flops", "model", "train"},
     "encoders": {"errors", "ops", "routing", "layers"},
     "view": {"errors", "routing", "view"},
-    "bench": {"errors", "config", "ops", "routing", "layers", "encoders", "bench"},
-    "demo": {"errors", "config", "routing", "encoders", "bench", "view", "demo"},
-    "cli": {"_version", "errors", "config", "flops", "presets", "demo", "bench", "train"},
+    "bench": {"errors", "config", "flops", "ops", "routing", "layers", "encoders", "model", "train", "bench"},
+    "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
+    "cli": {"_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train"},
     "__main__": {"cli"},
     "__init__": {"_version", "config", "errors", "ops", "routing", "layers", "encoders", "model", "loading"},
 }
-HEAVY = {"transformers", "matplotlib", "ray", "triton", "sklearn", "soft_moe_pytorch"}
+HEAVY = {"transformers", "matplotlib", "ray", "triton", "soft_moe_pytorch"}
 
 
 def home(path: Path) -> str:
@@ -65,7 +66,9 @@ def test_layers_and_models_know_nothing_of_distribution_or_heavy_packages(path):
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             top_level |= {name.split(".")[0] for name in imports(node)}
-    assert not top_level & HEAVY
+            assert not any(name.endswith("_triton") for name in imports(node))
+    # A file of kernels needs Triton to be read at all; whoever launches them imports it where it does.
+    assert not top_level & (HEAVY - ({"triton"} if path.stem.endswith("_triton") else set()))
     if home(path) in ("config", "flops", "errors", "cli", "__init__", "__main__", "_version"):
         assert "torch" not in top_level
 

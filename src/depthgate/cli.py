@@ -2,25 +2,55 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
 
-from jsonargparse import ArgumentParser
+import yaml
+from jsonargparse import ArgumentParser, Namespace
 
 from depthgate._version import __version__
-from depthgate.bench.config import BenchLayersConfig
-from depthgate.config import DemoConfig, EvalConfig, ModelConfig, PresetsConfig, TrainConfig
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.bench.config import BenchLayersConfig, BenchTrainConfig
+from depthgate.config import DemoConfig, EvalConfig, PresetsConfig, TrainConfig, build
+from depthgate.console import guarded, silence
+from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
-from depthgate.presets import PRESETS, preset
+from depthgate.presets import PRESETS, preset, train_config
+
+
+class _Terminated(BaseException):
+    """SIGTERM, while there is nothing to save yet."""
 
 
 def _train(config: TrainConfig, as_json: bool, resume: bool) -> int:  # noqa: ARG001
-    from depthgate.train.loop import train
+    def stop(*_: object) -> NoReturn:
+        raise _Terminated
 
-    return train(config, resume)
+    _check_fits(config)
+    before = None
+    with suppress(ValueError):  # only the main thread may; while it trains, the loop has handlers of its own
+        before = signal.signal(signal.SIGTERM, stop)
+    try:
+        from depthgate.train.loop import train
+
+        return train(config, resume)
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _check_fits(config: TrainConfig) -> None:
+    """Refuse what no memory here could hold, before torch is loaded and anything is allocated."""
+    check_count(config.batch * config.model.context, "batch * model.context", maximum=2**28)
+    weights = parameters(config.model)
+    need = 4 * weights * (4 if config.device == "cpu" else 1)  # with their gradients and two moments, or alone
+    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * int(os.environ.get("WORLD_SIZE") or 1)
+    if need > have:
+        sizes = f"{need / 2**30:,.0f} GiB of memory, and there are {have / 2**30:,.0f}"
+        raise InvalidValueError(f"a model of {weights:,} weights needs {sizes}: choose a smaller one")
 
 
 def _eval(config: EvalConfig, as_json: bool) -> None:
@@ -32,7 +62,7 @@ def _eval(config: EvalConfig, as_json: bool) -> None:
 def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
     rows = []
     for name in PRESETS:
-        model = _build(TrainConfig, _nested(preset(name))).model
+        model = train_config(name).model
         rows.append({"preset": name, "parameters": parameters(model), "flops_per_token": training_flops(model)})
     if as_json:
         print(json.dumps(rows))
@@ -42,14 +72,22 @@ def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
         print(f"{row['preset']:12} {row['parameters']:14,} {row['flops_per_token']:24,.0f}")
 
 
-def _demo(config: DemoConfig, as_json: bool) -> None:
+def _demo(config: DemoConfig, as_json: bool) -> int:
+    # Before torch is loaded. Threads that spin while they wait make a step ten times slower where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from depthgate.demo import run
 
-    run(config, as_json)
+    return run(config, as_json)
 
 
 def _bench_layers(config: BenchLayersConfig, as_json: bool) -> None:
     from depthgate.bench.layers import run
+
+    run(config, as_json)
+
+
+def _bench_train(config: BenchTrainConfig, as_json: bool) -> None:
+    from depthgate.bench.train import run
 
     run(config, as_json)
 
@@ -60,38 +98,25 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "eval": (EvalConfig, _eval),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _bench_layers),
+    "bench-train": (BenchTrainConfig, _bench_train),
     "demo": (DemoConfig, _demo),
 }
-
-
-def _nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    """{"model.dim": 8, "lr": 1} -> {"model": {"dim": 8}, "lr": 1}."""
-    out: dict[str, Any] = {}
-    for name, value in dotted.items():
-        *path, last = name.split(".")
-        place = out
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return out
-
-
-def _build(config: type[Any], values: Any) -> Any:
-    """A configuration from nested values; fields that are configurations themselves are built first."""
-    given = {}
-    for field in fields(config):
-        if field.name in values:
-            value = values[field.name]
-            given[field.name] = _build(ModelConfig, value) if field.type is ModelConfig else value
-    return config(**given)
 
 
 def _about(config: type[Any]) -> str:
     return (config.__doc__ or "").split("\n")[0]
 
 
+class _Parser(ArgumentParser):
+    """Says in a line or two what is wrong, without the list of all options."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        about = (getattr(ex, "subcommand_parser", None) or self).prog.replace(" [options]", "")
+        raise DepthgateError(f"{message}\n`{about} --help` lists the options") from ex
+
+
 def _verb_parser(config: type[Any]) -> ArgumentParser:
-    parser = ArgumentParser(description=_about(config))
+    parser = _Parser(description=_about(config), allow_abbrev=False)
     parser.add_argument("--config", action="config", help="yaml file with any of these options")
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
     parser.add_class_arguments(config, as_group=False)
@@ -102,7 +127,8 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
 
 def build_parser(start: str = "tiny-mod") -> ArgumentParser:
     """The whole command line; `start` names the preset that `train` begins from."""
-    parser = ArgumentParser(prog="depthgate", description="Mixture-of-Depths, MoDE and Soft MoE for PyTorch")
+    about = "Mixture-of-Depths, MoDE and Soft MoE for PyTorch"
+    parser = _Parser(prog="depthgate", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"depthgate {__version__}")
     verbs = parser.add_subcommands(dest="verb")
     for verb, (config, _) in _VERBS.items():
@@ -127,38 +153,86 @@ def _join_words(argv: Sequence[str]) -> list[str]:
 
 
 def _preset_of(argv: Sequence[str]) -> str:
-    """The preset named on the command line: all other defaults hang on it."""
+    """The preset that the command line or its yaml files name last: all other defaults hang on it."""
+    found = "tiny-mod"
     for i, word in enumerate(argv):
-        if word.startswith("--preset="):
-            return word.partition("=")[2]
-        if word == "--preset" and i + 1 < len(argv):
-            return argv[i + 1]
-    return "tiny-mod"
+        name, given, value = word.partition("=")
+        value = value if given else "".join(argv[i + 1 : i + 2])
+        if name == "--preset":
+            found = value
+        elif name == "--config":
+            with suppress(OSError, yaml.YAMLError):  # the parser will say what is wrong
+                loaded = _read_yaml(value)
+                named = loaded.get("preset") if isinstance(loaded, dict) else None
+                found = named if isinstance(named, str) else found
+    return found
+
+
+def _read_yaml(config: str) -> Any:
+    """What a yaml file, or text, holds. What would overwhelm the parser, which reads it next, is refused here."""
+    path = Path(config)
+    text = path.read_bytes() if path.is_file() else config.encode()
+    too_much = InvalidValueError(f"config is {config[:99]!r}: it is too large, too deep or refers to itself")
+    if len(text) > 2**16:
+        raise too_much
+    depth = 0
+    try:
+        for event in yaml.parse(text.decode(), yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > 9 or isinstance(event, yaml.AliasEvent):
+                raise too_much
+    except UnicodeDecodeError as error:
+        raise InvalidValueError(f"config is {config!r}, which is not yaml text: {error}") from None
+    return yaml.safe_load(text)
+
+
+def _parse(argv: Sequence[str]) -> Namespace:
+    words = _join_words(argv)
+    options = build_parser(_preset_of(words)).parse_args(words)
+    if options.verb == "train" and not isinstance(options.train.model, Namespace):
+        raise InvalidValueError(f"model is {options.train.model!r}: it must be a group of options, such as model.dim")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
-    try:
-        words = _join_words(sys.argv[1:] if argv is None else argv)
-        options = build_parser(_preset_of(words)).parse_args(words)
-        config_type, function = _VERBS[options.verb]
-        options = options[options.verb]
-        extra = {"resume": options.resume} if config_type is TrainConfig else {}
-        return function(_build(config_type, options), options.json, **extra) or 0
-    except DepthgateError as error:
-        print(f"depthgate: error: {error}", file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "alloc" not in str(error) and "out of memory" not in str(error):
-            raise
-        print(f"depthgate: error: out of memory: {str(error).splitlines()[0]}; ask for less", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # whoever read our output has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except KeyboardInterrupt:
-        print("depthgate: interrupted", file=sys.stderr)
-        return 130
+    with guarded():
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        except DepthgateError as error:
+            return _refuse(error)
+        except (MemoryError, RuntimeError) as error:
+            text = str(error)
+            if not isinstance(error, MemoryError) and "alloc" not in text and "out of memory" not in text:
+                raise
+            return _refuse(f"out of memory: {(text.splitlines() or ['nothing is left'])[0]}; ask for less")
+        except BrokenPipeError:  # whoever read our output has had enough
+            silence(sys.stdout)
+            return 0
+        except OSError as error:
+            silence(sys.stdout)
+            return _refuse(error)
+        except _Terminated:
+            print("depthgate: stopped before the first step; go on with --resume", file=sys.stderr)
+            return 0
+        except KeyboardInterrupt:
+            print("depthgate: interrupted", file=sys.stderr)
+            return 130
+
+
+def _refuse(why: object) -> int:
+    print(f"depthgate: error: {why}", file=sys.stderr)
+    return 2
+
+
+def _run(argv: Sequence[str]) -> int:
+    options = _parse(argv)
+    config_type, function = _VERBS[options.verb]
+    options = options[options.verb]
+    extra = {"resume": options.resume} if config_type is TrainConfig else {}
+    code = function(build(config_type, options), options.json, **extra) or 0
+    print(end="", flush=True)  # here, where a failure is still ours to report
+    return int(code)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the command line can set: frozen dataclasses, checked on creation. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from depthgate.errors import (
     InvalidValueError,
@@ -13,32 +14,14 @@ from depthgate.errors import (
 )
 
 
-@dataclass(frozen=True)
-class DemoConfig:
-    """Train the encoders on handwritten digits beside a dense twin, and write a report.
-
-    Args:
-        out: folder for report.html
-        epochs: passes over the training digits
-        hidden_size: width of every encoder
-        num_layers: blocks of every encoder
-        dropout: dropout of every encoder
-        seed: seed of weights and batches
-    """
-
-    out: str = "runs/demo"
-    epochs: int = 30
-    hidden_size: int = 64
-    num_layers: int = 4
-    dropout: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("epochs", "num_layers"):
-            check_count(getattr(self, name), name)
-        check_count(self.hidden_size, "hidden_size", minimum=8)
-        check_count(self.seed, "seed", minimum=0)
-        check_probability(self.dropout, "dropout")
+def build(config: type[Any], values: Any) -> Any:
+    """A configuration from nested values; fields that are configurations themselves are built first."""
+    given = {}
+    for each in fields(config):
+        if each.name in values:
+            value = values[each.name]
+            given[each.name] = build(ModelConfig, value) if each.type is ModelConfig else value
+    return config(**given)
 
 
 KINDS = ("dense", "mod", "moe", "mode")
@@ -169,10 +152,12 @@ class TrainConfig:
         capacity_steps: steps over which the capacity falls from 1 to that of the model
         dtype: float32, or bfloat16: products in bfloat16, weights in float32
         compile: compile the layers with torch.compile
+        cuda_graph: on cuda, record a step once and replay it as a CUDA graph, where it can be one
         max_documents: most documents in a sequence; the tokens of further ones are left out
         workers: threads that prepare batches
         checkpoint_every: steps between checkpoints
         keep: checkpoints kept
+        tracker: also send metrics to tensorboard, trackio or wandb
         most_bad_steps: steps in a row without a finite loss and gradient, after which a run stops
     """
 
@@ -203,10 +188,12 @@ class TrainConfig:
     capacity_steps: int = 0
     dtype: str = "float32"
     compile: bool = False
+    cuda_graph: bool = True
     max_documents: int = 16
     workers: int = 0
     checkpoint_every: int = 100
     keep: int = 2
+    tracker: str | None = None
     most_bad_steps: int = 10
 
     def __post_init__(self) -> None:
@@ -227,6 +214,8 @@ class TrainConfig:
         check_choice(self.optimizer, "optimizer", ("adamw", "muon"))
         check_choice(self.schedule, "schedule", ("cosine", "wsd"))
         check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
+        if self.tracker is not None:
+            check_choice(self.tracker, "tracker", ("tensorboard", "trackio", "wandb"))
         if self.vocab is not None and self.tokenizer != "bpe":
             raise InvalidValueError(f"vocab is {self.vocab}: only --tokenizer bpe takes one; leave it out")
         if self.tokenizer == "bpe":
@@ -257,3 +246,24 @@ class EvalConfig:
 @dataclass(frozen=True)
 class PresetsConfig:
     """List the presets of depthgate train, with parameters and FLOPs."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report.
+
+    Args:
+        out: folder of both runs and of report.html
+        steps: optimizer steps of tiny-mod; tiny-dense takes as many as cost the same
+        data: text, as for depthgate train
+        seed: seed of weights, of the order of the data, and of the samples
+    """
+
+    out: str = "runs/demo"
+    steps: int = 400
+    data: str = "stdlib"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count(self.steps, "steps")
+        check_count(self.seed, "seed", minimum=0)

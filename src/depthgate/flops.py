@@ -7,7 +7,7 @@ causal mask saves nothing, and norms, activations, gathers and sorts are free. R
 from dataclasses import dataclass
 
 from depthgate.config import ModelConfig
-from depthgate.ops.sizes import budget, swiglu_hidden
+from depthgate.ops.sizes import budget, predictor_hidden, swiglu_hidden
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ def _router(config: ModelConfig, tokens: int) -> Cost:
     """Scores of all tokens, and those of the predictor where that is the rule; the other rules have no weights."""
     cost = _linear(tokens, config.dim, 1, bias=True)
     if config.rule == "predictor":
-        half = max(1, config.dim // 2)
-        cost += _linear(tokens, config.dim, half, bias=True, input_gradient=False)
-        cost += _linear(tokens, half, 1, bias=True)
+        hidden = predictor_hidden(config.dim)
+        cost += _linear(tokens, config.dim, hidden, bias=True, input_gradient=False)
+        cost += _linear(tokens, hidden, 1, bias=True)
     return cost
 
 

@@ -1,7 +1,7 @@
 """The decoder language model: a pattern of layers, the residual loop, the head."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,15 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
     return block
 
 
+def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **kwargs: Any) -> tuple[Tensor, Plans]:
+    """x and what each layer adds to it: the one place where residuals are added."""
+    plans: Plans = ()
+    for layer, cache in zip(layers, caches, strict=True):
+        update, more = layer(x, cache=cache, **kwargs)
+        x, plans = x + update, plans + more
+    return x, plans
+
+
 class Decoder(nn.Module):
     """Embedding, `layers` of the configured kinds, norm, head. Causal attention; routing by top k or causally."""
 
@@ -57,7 +66,16 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
+        self.through: Callable[..., tuple[Tensor, Plans]] = residual
+        self.compiled = False
         self.reset_parameters()
+
+    def compile_parts(self) -> None:
+        """torch.compile what a few layers do, once for the whole pattern, and the loss; anew for every shape."""
+        # Kinds, training and evaluation, and stages of a falling capacity are all versions of one function.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self.through = torch.compile(residual, dynamic=False)
+        self.compiled = True
 
     def reset_parameters(self) -> None:
         """Normal weights of 0.02; those that write into the residual smaller, so that depth does not add up."""
@@ -85,10 +103,13 @@ class Decoder(nn.Module):
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         plans: Plans = ()
-        for i, layer in enumerate(self.layers):
-            cache = None if caches is None else caches[i]
-            update, more = layer(x, pos=pos, doc=doc, cache=cache, causal=causal, plain=plain)
-            x, plans = x + update, plans + more
+        # What is compiled is compiled as one: a layer reads what the one before it adds up.
+        span = max(2, len(self.config.pattern.split(","))) if self.compiled else 1
+        for i in range(0, len(self.layers), span):
+            layers = list(self.layers)[i : i + span]
+            kept = [None] * len(layers) if caches is None else caches[i : i + span]
+            x, more = self.through(layers, kept, x, pos=pos, doc=doc, causal=causal, plain=plain)
+            plans += more
         return self.norm(x), plans
 
     def forward(
@@ -115,7 +136,8 @@ class Decoder(nn.Module):
         """Mean cross-entropy in nats over targets (B, T) that are not negative, and the plans. The logits are made a
         part at a time and never held whole."""
         x, plans = self.hidden(tokens, pos, doc, causal)
-        return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten()), plans
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), compiled=self.compiled)
+        return loss, plans
 
     def _check(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor) or tokens.ndim != 2:

@@ -17,8 +17,9 @@ def naive(layer, x, pos, doc=None):
     """Token by token, head by head, over the keys its position may see."""
     B, T, _ = x.shape
     H, G, d = layer.heads, layer.kv_heads, layer.head_dim
-    q, k, v = layer.qkv(x).view(B, T, H + 2 * G, d).transpose(1, 2).split((H, G, G), dim=1)
+    q, k, v = layer.qkv(x).view(B, T, H + 2 * G, d).split((H, G, G), dim=2)
     q, k = rope(layer.q_norm(q), pos, layer.rope_base), rope(layer.k_norm(k), pos, layer.rope_base)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out = torch.zeros(B, H, T, d, dtype=x.dtype)
     for b in range(B):
         for t in range(T):

@@ -144,3 +144,25 @@ def test_huge_page_matmul_equals_its_twin(monkeypatch):
     w64 = torch.randn(2, 2, 2, dtype=torch.float64, requires_grad=True)
     assert gradcheck(matmul.expert_matmul, (x64, w64))
     assert gradgradcheck(matmul.expert_matmul, (x64, w64))
+
+
+def test_gathers_by_place_equal_scatters():
+    """The same values and gradients as without `place`, where only placed rows are used."""
+    place = torch.tensor([[0, -1, 1, -1, -1, 2], [-1, 0, -1, 1, 2, -1]])  # of INDEX
+    x = torch.randn(2, 6, 3, dtype=torch.float64, requires_grad=True)
+    r = torch.randn(2, 3, 3, dtype=torch.float64, requires_grad=True)
+    for plain, placed in (
+        (lambda: rows.take_rows(x, INDEX), lambda: rows.take_rows(x, INDEX, place)),
+        (lambda: rows.add_rows(r, INDEX, 6), lambda: rows.add_rows(r, INDEX, 6, place)),
+    ):
+        a, b = plain(), placed()
+        assert torch.equal(a, b)
+        grad = torch.randn_like(a)
+        for one, two in zip(
+            torch.autograd.grad(a, (x, r), grad, allow_unused=True),
+            torch.autograd.grad(b, (x, r), grad, allow_unused=True),
+            strict=True,
+        ):
+            assert (one is None and two is None) or torch.equal(one, two)
+    assert gradcheck(lambda x: rows.take_rows(x, INDEX, place), (x,))
+    assert gradcheck(lambda r: rows.add_rows(r, INDEX, 6, place), (r,))

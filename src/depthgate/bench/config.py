@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from depthgate.errors import InvalidValueError, check_choice, check_count
+from depthgate.config import RULE_NAMES
+from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,70 @@ class BenchLayersConfig:
     @property
     def widths(self) -> list[int]:
         """`dims` as numbers."""
-        try:
-            return [int(width) for width in str(self.dims).split(",")]
-        except ValueError:
-            raise InvalidValueError(f"dims is {self.dims!r}: it must be whole numbers separated by commas") from None
+        return _widths(self.dims)
+
+
+@dataclass(frozen=True)
+class BenchTrainConfig:
+    """Time whole training steps of a Mixture-of-Depths decoder and of its dense twin, with FLOPs beside the times.
+
+    Args:
+        dims: model widths, separated by commas; heads are of 128, four query heads to one of keys
+        layers: layers of every model
+        seq: tokens in a sequence
+        batch: sequences in a step; wide models compute it in parts
+        vocab: size of the vocabulary
+        capacity: share of the tokens that go through every other layer
+        rule: how the Mixture-of-Depths model decides causally
+        documents: documents packed into every sequence
+        device: cpu or cuda
+        dtype: float32 or bfloat16
+        compile: compile the layers with torch.compile
+        cuda_graph: on cuda, replay the whole step as a CUDA graph
+        steps: timed steps
+        rounds: how often every model is built and timed; medians are reported
+        llama: also time Hugging Face's LlamaForCausalLM of the dense shape, compiled
+        seed: seed of weights and data
+    """
+
+    dims: str | int = "256,512,1024,2048"
+    layers: int = 16
+    seq: int = 2048
+    batch: int = 128
+    vocab: int = 32768
+    capacity: float = 0.125
+    rule: str = "predictor"
+    documents: int = 1
+    device: str = "cuda"
+    dtype: str = "bfloat16"
+    compile: bool = True
+    cuda_graph: bool = True
+    steps: int = 20
+    rounds: int = 2
+    llama: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for width in self.widths:
+            check_count(width, "dims", minimum=128)
+            check_divides(128, width, "the head size", "dims")
+        for name in ("layers", "seq", "batch", "vocab", "documents", "steps", "rounds"):
+            check_count(getattr(self, name), name)
+        check_count(self.documents, "documents", maximum=self.seq)
+        check_count(self.seed, "seed", minimum=0)
+        check_capacity(self.capacity)
+        check_choice(self.rule, "rule", RULE_NAMES)
+        check_choice(self.device, "device", ("cpu", "cuda"))
+        check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
+
+    @property
+    def widths(self) -> list[int]:
+        """`dims` as numbers."""
+        return _widths(self.dims)
+
+
+def _widths(dims: str | int) -> list[int]:
+    try:
+        return [int(width) for width in str(dims).split(",")]
+    except ValueError:
+        raise InvalidValueError(f"dims is {dims!r}: it must be whole numbers separated by commas") from None

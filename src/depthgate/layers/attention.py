@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
+from depthgate.ops.attention import can_pack, packed_attention
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import plain_positions
 from depthgate.ops.rope import rope, rotation
@@ -43,6 +44,9 @@ class Attention(nn.Module):
             )
         self.rope_base = check_positive(rope_base, "rope_base")
         self.bidirectional = bidirectional
+        # The most documents a row may hold, where the caller knows, and knows that each is one run of tokens in order,
+        # as in packed training data: CUDA then needs no mask.
+        self.max_documents: int | None = None
         self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(dim, dim, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
@@ -67,10 +71,13 @@ class Attention(nn.Module):
             if cache is not None:
                 raise InvalidValueError("doc and cache are both given: a cache holds one document a row")
         H, G, d = self.heads, self.kv_heads, self.head_dim
-        q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).transpose(1, 2).split((H, G, G), dim=1)
+        q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).split((H, G, G), dim=2)
         cos, sin = rotation(pos, d // 2, self.rope_base, torch.promote_types(x.dtype, torch.float32))
         q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
-        key_pos = pos
+        if doc is not None and self.max_documents is not None and can_pack(v) and not self.bidirectional:
+            y = packed_attention(q, k, v, doc, self.max_documents)
+            return self.out(y.reshape(B, T, D))  # type: ignore[no-any-return]
+        q, k, v, key_pos = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pos
         if cache is not None:
             k, v, key_pos = cache.append(k, v, pos)
         mask = None if plain else self._mask(pos, key_pos, doc)

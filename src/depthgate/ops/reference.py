@@ -77,3 +77,12 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     losses = torch.nn.functional.cross_entropy(x @ weight.mT, targets.clamp(min=0), reduction="none")
     kept = targets >= 0
     return torch.where(kept, losses, 0.0).sum() / kept.sum().clamp(min=1)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
+    """Twin of `attention.packed_attention`: each query over the earlier keys of its document, softmax written out."""
+    T, H, d = q.shape[1:]
+    k, v = (t.repeat_interleave(H // t.shape[2], 2) for t in (k, v))
+    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(d)
+    seen = (doc[:, :, None] == doc[:, None, :]) & torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
+    return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)

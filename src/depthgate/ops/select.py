@@ -4,8 +4,12 @@ Scores become unique int64 keys (score order in the high half, position in the l
 and compiler that sorts keys right chooses the same tokens. Twins: `reference.top_tokens`, `reference.compact`.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
+
+from depthgate.errors import DepthgateWarning
 
 _LOWEST = -(2**31)  # int32: padding
 _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
@@ -63,3 +67,66 @@ def compact(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     position = torch.arange(T, device=chosen.device)
     index = torch.where(chosen, position, position + T).sort(dim=-1).values[..., :slots]
     return index % max(T, 1), index < T
+
+
+def choose(
+    scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """scores (B, E, T), valid and doc (B, T) -> index and filled (B, E, slots): `top_of_documents`, compact; and, where
+    it costs nothing, place (B, E, T): the slot of each token, -1 for none."""
+    if _kernel_takes(scores):
+        sizes = torch.arange(scores.shape[-1] + 1, device=scores.device)
+        limits = budgets(capacity, sizes).int()
+        index, filled, place = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
+        return index, filled, place
+    return *choose_by_sorting(scores, valid, doc, capacity, slots), None
+
+
+def choose_by_sorting(
+    scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int
+) -> tuple[Tensor, Tensor]:
+    """`choose` without a kernel of its own."""
+    if valid is None:
+        valid = torch.ones_like(scores[:, 0], dtype=torch.bool)
+    return compact(top_of_documents(scores, valid, doc, capacity), slots)
+
+
+def _kernel_takes(scores: Tensor) -> bool:
+    return scores.is_cuda and 0 < scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _triton_works() -> bool:
+    """Whether Triton is here and compiles the kernel; one warning if not."""
+    global _works
+    if _works is None:
+        try:
+            from depthgate.ops import select_triton
+
+            with torch.no_grad():
+                few = torch.zeros(1, 1, 2, device="cuda")
+                select_triton.choose(few, None, None, torch.ones(3, dtype=torch.int32, device="cuda"), 1)
+            _works = True
+        except Exception as error:  # a missing package, an unknown GPU, a compiler of its own kinds of errors
+            _works = False
+            warnings.warn(f"Triton does not work here ({error}): tokens are chosen by sorting", DepthgateWarning, 2)
+    return _works
+
+
+_works: bool | None = None
+
+
+@torch.library.custom_op("depthgate::choose", mutates_args=())
+def _choose_on_cuda(
+    scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int
+) -> list[Tensor]:
+    from depthgate.ops import select_triton
+
+    return select_triton.choose(scores, valid, doc, budgets, slots)
+
+
+@_choose_on_cuda.register_fake
+def _(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int) -> list[Tensor]:  # noqa: ARG001
+    shape = (*scores.shape[:2], slots)
+    index, filled = scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape, dtype=torch.bool)
+    return [index, filled, torch.empty_like(scores, dtype=torch.int64)]

@@ -11,3 +11,8 @@ def budget(capacity: float, tokens: int) -> int:
 def swiglu_hidden(dim: int) -> int:
     """The hidden size at which SwiGLU has the weights of a plain MLP four times as wide: 8/3 dim, a multiple of 8."""
     return -(-8 * dim // 24) * 8
+
+
+def predictor_hidden(dim: int) -> int:
+    """The hidden size of the MLP that predicts a router's choice."""
+    return max(1, min(64, dim // 2))

@@ -30,11 +30,15 @@ class Slots(NamedTuple):
     filled: Tensor | None = None  # (B, E, C) bool; None: every slot is filled
     valid: Tensor | None = None  # (B, T) bool; None: no padding
     causal: bool = False  # chosen by the causal rule instead of the top k
+    place: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none; None: nobody has asked
 
     def dispatch(self, x: Tensor, fill: int | None = None) -> Tensor:
         """x (B, T, ...) -> (B, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
         B, E, C = self.index.shape
-        rows = take_rows(x, self.index.reshape(B, E * C)).reshape(B, E, C, *x.shape[2:])
+        # Empty slots are masked below, or there are none: gradients flow to the tokens that have a place alone.
+        masked = fill is not None or self.filled is None
+        place = self._place_for_gathering(x) if masked and x.is_floating_point() else None
+        rows = take_rows(x, self.index.reshape(B, E * C), place).reshape(B, E, C, *x.shape[2:])
         if fill is None or self.filled is None:
             return rows
         return rows.masked_fill(~self.filled.reshape(B, E, C, *[1] * (x.ndim - 2)), fill)
@@ -45,7 +49,14 @@ class Slots(NamedTuple):
         weighted = rows * self.gates[..., None].to(rows.dtype)
         if self.filled is not None:
             weighted = torch.where(self.filled[..., None], weighted, 0.0)
-        return add_rows(weighted.reshape(B, E * C, D), self.index.reshape(B, E * C), T)
+        place = self._place_for_gathering(rows)
+        return add_rows(weighted.reshape(B, E * C, D), self.index.reshape(B, E * C), T, place)
+
+    def _place_for_gathering(self, x: Tensor) -> Tensor | None:
+        """The place (B, T) of every token, where compiled CUDA code can fuse gathers into what reads them: no zeros
+        are written, and nothing is added by atomics."""
+        fuses = self.place is not None and self.index.shape[1] == 1 and x.is_cuda and torch.compiler.is_compiling()
+        return self.place[..., 0] if fuses and self.place is not None else None
 
     def merge(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows that carry their own residual: x (B, T, D), rows (B, 1, C, D) -> x with each routed token taken from
@@ -63,7 +74,8 @@ class Slots(NamedTuple):
     def first_experts(self, n: int) -> "Slots":
         """The slots of the first n experts alone (those after them are null: their slots hold no work)."""
         filled = None if self.filled is None else self.filled[:, :n]
-        return self._replace(index=self.index[:, :n], gates=self.gates[:, :n], filled=filled)
+        place = None if self.place is None else self.place[..., :n]
+        return self._replace(index=self.index[:, :n], gates=self.gates[:, :n], filled=filled, place=place)
 
     def rows(self, batch: Tensor, slots: int) -> "Slots":
         """The plan of some rows of the batch (N,), cut to their first slots."""
@@ -80,6 +92,8 @@ class Slots(NamedTuple):
     @property
     def chosen(self) -> Tensor:
         """(B, T, E) bool: the tokens this plan routes."""
+        if self.place is not None:
+            return self.place >= 0
         filled = torch.ones_like(self.index, dtype=torch.bool) if self.filled is None else self.filled
         return torch.zeros_like(self.scores, dtype=torch.bool).scatter(1, self.index.mT, filled.mT)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
-from depthgate.ops.select import compact, top_k, top_of_documents
+from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.sizes import budget
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
@@ -109,17 +109,18 @@ class TopTokens(nn.Module):
             tokens = features(x, valid)
             logits = self.proj(tokens)
             scores = self._scores(logits)
-            decision = checked(self.rule(tokens, scores), scores, "rule")
+        # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
+        decision = checked(self.rule(tokens, scores), scores, "rule")
         ranked, wanted = scores.detach(), decision.detach() >= 0
         if keep is not None:
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
-        index, filled = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
+        index, filled, place = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
         picked = scores.mT.gather(2, index).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
-        return Slots(index, gates, logits, decision, filled, valid, causal)
+        return Slots(index, gates, logits, decision, filled, valid, causal, None if place is None else place.mT)
 
     def _scores(self, logits: Tensor) -> Tensor:
         """What tokens are ranked by."""
@@ -127,25 +128,28 @@ class TopTokens(nn.Module):
 
     def _choose(
         self, ranked: Tensor, wanted: Tensor, valid: Tensor | None, doc: Tensor | None, causal: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """ranked, wanted (B, E, T) -> index (B, E, C), and filled where rows may differ."""
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """ranked, wanted (B, E, T) -> index (B, E, C), filled where rows may differ, place (B, E, T) where known."""
         B, _, T = ranked.shape
         if B == 0 or T == 0:
-            return ranked.new_zeros(B, self.experts, 0, dtype=torch.long), None
+            return ranked.new_zeros(B, self.experts, 0, dtype=torch.long), None, None
+        k = budget(self.capacity, T)
         if valid is None and doc is None and not causal:
-            return top_k(ranked, budget(self.capacity, T)), None
-        if valid is None:
-            valid = torch.ones_like(ranked[:, 0], dtype=torch.bool)
+            if not ranked.is_cuda:
+                return top_k(ranked, k), None, None
+            index, _, place = choose(ranked, None, None, self.capacity, k)
+            return index, None, place
         if causal:
-            chosen = wanted & valid[:, None]
-            return compact(chosen, self._slots_for(chosen))
-        chosen = top_of_documents(ranked, valid, doc, self.capacity)
+            chosen = wanted if valid is None else wanted & valid[:, None]
+            return *compact(chosen, self._slots_for(chosen)), None
         if doc is None:
-            return compact(chosen, budget(self.capacity, T))
+            return choose(ranked, valid, None, self.capacity, k)
         if self.max_documents is None:
-            return compact(chosen, self._slots_for(chosen))
-        # Each document gets one token more than its share at most.
-        return compact(chosen, min(T, budget(self.capacity, T) + self.max_documents))
+            valid = torch.ones_like(ranked[:, 0], dtype=torch.bool) if valid is None else valid
+            chosen = top_of_documents(ranked, valid, doc, self.capacity)
+            return *compact(chosen, self._slots_for(chosen)), None
+        # Shares are rounded down, but each document gets one token at least.
+        return choose(ranked, valid, doc, self.capacity, min(T, k + self.max_documents - 1))
 
     def _slots_for(self, chosen: Tensor) -> int:
         """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count, check_probability
 from depthgate.ops.select import budgets
+from depthgate.ops.sizes import predictor_hidden
 
 
 class Rule(Protocol):
@@ -33,13 +34,13 @@ class Scores(nn.Module):
 
 
 class Predictor(nn.Module):
-    """An MLP D -> D/2 -> E on the detached token decides."""
+    """A small MLP on the detached token decides; it sees every token, so it must cost next to nothing."""
 
     def __init__(self, dim: int, experts: int = 1) -> None:
         super().__init__()
-        half = max(1, check_count(dim, "dim") // 2)
-        self.up = nn.Linear(dim, half)
-        self.down = nn.Linear(half, check_count(experts, "experts"))
+        hidden = predictor_hidden(check_count(dim, "dim"))
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, check_count(experts, "experts"))
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
         hidden = F.silu(_linear(x.detach(), self.up))
@@ -83,7 +84,8 @@ class Threshold(nn.Module):
             flat = torch.where(valid.flatten()[:, None], flat, -torch.inf)
             count = valid.sum()
         k = budgets(capacity, count)
-        kth = flat.sort(dim=0, descending=True).values[(k - 1).clamp(min=0)]  # (E,)
+        last = (k - 1).clamp(min=0).expand(1, flat.shape[1])
+        kth = flat.sort(dim=0, descending=True).values.gather(0, last)[0]  # (E,); an index would be a host sync
         usable = kth.isfinite().all() & (count > 0)
         average = self.decay * self.average + (1 - self.decay) * kth.to(self.average.dtype)
         weight = self.decay * self.weight + (1 - self.decay)
@@ -105,4 +107,6 @@ def rule_from(rule: str | nn.Module, dim: int, experts: int) -> nn.Module:
 
 def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
     """`layer` in the dtype of x, whatever its weights are stored in."""
+    if layer.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
+        return (x.float() * layer.weight[0]).sum(-1, keepdim=True) + layer.bias
     return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))

@@ -4,9 +4,11 @@ import math
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,12 +19,12 @@ from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.model import Decoder
-from depthgate.routing import TopTokens
 from depthgate.train import checkpoint, optim, run, text
 from depthgate.train.batches import Packed, batches
 from depthgate.train.parallel import World, joined, like, whole
+from depthgate.train.progress import matmul_rate, progress_line, tracker
 from depthgate.train.shards import prepare, tokenize
-from depthgate.train.step import Result, set_capacity, step
+from depthgate.train.step import Figures, Step
 from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
 
 CACHE = "~/.cache/depthgate"
@@ -97,14 +99,15 @@ class _Training:
             raise InvalidValueError("optimizer is 'muon': it needs whole matrices, in one process; use adamw")
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model).to(world.device)
-        for module in self.model.modules():
-            if isinstance(module, TopTokens):
-                module.max_documents = config.max_documents
         if config.compile:
-            for layer in self.model.layers:
-                layer.compile()
+            world.compile(self.model)
         world.shard(self.model)
-        self.optimizers = optim.build(self.model, config)
+        self.optimizers = optim.build(self.model, config, world)
+        self.step = Step(self.model, self.optimizers, config, world)
+        self.lag = int(world.device.startswith("cuda"))  # steps under way while the figures of one are read
+        self.clock = time.perf_counter()
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.peak = matmul_rate(world.device, dtype) * world.size
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
         self.state["data"] = packed.documents.fingerprint()
 
@@ -121,10 +124,21 @@ class _Training:
                 self.world.rank,
                 self.world.size,
             )
+            self.clock = time.perf_counter()
+            under_way: deque[Callable[[], dict[str, Any]]] = deque()
+
+            def finish(left: int) -> None:
+                while len(under_way) > left:
+                    record(under_way.popleft()())
+
             while self.state["step"] < self.config.steps and not self.world.any(bool(stopped)):
-                record(self._step(next(stream).rows))
+                under_way.append(self._step(next(stream).rows))
+                finish(self.lag)
                 if self.state["step"] % self.config.checkpoint_every == 0:
+                    finish(0)
                     saved = self._save()
+                    self.clock = time.perf_counter()
+            finish(0)
         if saved != self.state["step"]:
             self._save()
         if stopped and self.world.first:
@@ -138,49 +152,59 @@ class _Training:
             yield lambda row: None  # noqa: ARG005
             return
         metrics = run.Metrics(self.folder, self.state["step"])
-        with closing(metrics), _progress(self.config.steps, self.state["step"]) as show:
+        with (
+            closing(metrics),
+            tracker(self.config.tracker, self.folder, run.plain(self.config)) as track,
+            progress_line(self.config.steps, self.state["step"]) as show,
+        ):
 
             def record(row: dict[str, Any]) -> None:
                 metrics.add(row)
+                track(row)
                 show(row)
 
             yield record
 
-    def _step(self, rows: Any) -> dict[str, Any]:
-        config, number = self.config, self.state["step"]
-        start = time.perf_counter()
+    def _step(self, rows: Any) -> Callable[[], dict[str, Any]]:
+        """Start a step; what is returned waits for its end and gives its row of metrics."""
+        config, number, state = self.config, self.state["step"], self.state
         capacity, lr = optim.capacity(config, number), optim.rate(config, number)
-        set_capacity(self.model, capacity)
+        self.step.set_capacity(capacity)
         optim.set_rate(self.optimizers, lr)
-        result = step(self.model, self.optimizers, rows, config, self.world)
-        loss, norm = result.loss.item(), result.norm.item()
-        self._count_bad(number, loss, norm)
+        figures = self.step(rows)
         tokens = rows.tokens.numel() * self.world.size
-        seconds = time.perf_counter() - start
-        cost = training_flops(replace(config.model, capacity=capacity))
-        state = self.state
+        cost = training_flops(replace(config.model, capacity=capacity)) * tokens
         state["step"] += 1
         state["sequences"] += config.batch
         state["tokens"] += tokens
-        state["flops"] += cost * tokens
-        state["seconds"] += seconds
-        return self._row(result, loss, norm, lr, capacity, tokens / seconds)
-
-    def _row(
-        self, result: Result, loss: float, norm: float, lr: float, capacity: float, speed: float
-    ) -> dict[str, Any]:
-        shares = [round(share.item(), 6) for share in result.shares]
-        return {
-            "step": self.state["step"],
-            "loss": loss if math.isfinite(loss) else None,
-            "tokens": self.state["tokens"],
-            "flops": self.state["flops"],
-            "seconds": round(self.state["seconds"], 6),
+        state["flops"] += cost
+        row = {
+            "step": state["step"],
+            "tokens": state["tokens"],
+            "flops": state["flops"],
             "lr": lr,
-            "routed_share": shares,
             "capacity": capacity,
+        }
+        return partial(self._finish, figures, row, tokens, cost)
+
+    def _finish(self, figures: Figures, row: dict[str, Any], tokens: int, cost: float) -> dict[str, Any]:
+        loss, norm, shares = figures.read()
+        now = time.perf_counter()
+        seconds, self.clock = max(now - self.clock, 1e-9), now
+        self.state["seconds"] += seconds
+        self._count_bad(row["step"], loss, norm)
+        return {
+            "step": row["step"],
+            "loss": loss if math.isfinite(loss) else None,
+            "tokens": row["tokens"],
+            "flops": row["flops"],
+            "seconds": round(self.state["seconds"], 6),
+            "lr": row["lr"],
+            "routed_share": [round(share, 6) for share in shares],
+            "capacity": row["capacity"],
             "gradient_norm": norm if math.isfinite(norm) else None,
-            "tokens_per_second": round(speed, 1),
+            "tokens_per_second": round(tokens / seconds, 1),
+            "utilisation": round(cost / seconds / self.peak, 4),
         }
 
     def _count_bad(self, number: int, loss: float, norm: float) -> None:
@@ -194,30 +218,38 @@ class _Training:
             bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
             where = f"; the first weight that is not finite is {bad[0]}" if bad else "; all weights are finite"
             raise DepthgateError(
-                f"step {number + 1}: loss {loss}, gradient norm {norm}, the {self.state['bad']}th bad step in a row"
+                f"step {number}: loss {loss}, gradient norm {norm}, the {self.state['bad']}th bad step in a row"
                 f"{where}. The last checkpoint is intact: lower --lr, or look at the data"
             )
 
     def _save(self) -> int:
         tensors = {
-            "model": whole(self.model.state_dict()),
-            "optimizer": whole(optim.state_tensors(self.model, self.optimizers)),
+            "model": self.model.state_dict(),
+            "optimizer": optim.state_tensors(self.model, self.optimizers),
             "rng": {"cpu": torch.get_rng_state()},
         }
-        if self.world.first:
-            config = run.plain(self.config)
-            checkpoint.save(self.folder, self.state["step"], tensors, self.state, config, self.config.keep)
-        self.world.wait()
+        what = (self.folder, self.state["step"], tensors, self.state, run.plain(self.config), self.config.keep)
+        if self.world.size == 1:
+            checkpoint.save(*what)
+        else:
+            from depthgate.train import sharded
+
+            sharded.save(*what, self.world)
         return int(self.state["step"])
 
     def _restore(self) -> None:
-        found = checkpoint.load(self.folder)
+        held = self.model.state_dict()
+        if self.world.size == 1:
+            found = checkpoint.load(self.folder)
+        else:
+            from depthgate.train import sharded
+
+            found = sharded.load(self.folder, self.world, held)
         if found.state.get("data") != self.state["data"]:
             raise DepthgateError(
                 f"the data of {self.folder} has changed since step {found.step}: "
                 "give the same text, or start another run"
             )
-        held = self.model.state_dict()
         self.model.load_state_dict({n: like(t, held[n]) if n in held else t for n, t in found.tensors["model"].items()})
         optim.load_state_tensors(self.model, self.optimizers, found.tensors["optimizer"])
         torch.set_rng_state(found.tensors["rng"]["cpu"])
@@ -240,29 +272,3 @@ def _stop_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(steps: int, done: int) -> Iterator[Any]:
-    """A line on stderr that follows the steps."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}, {task.fields[speed]} tokens/s, routed {task.fields[shares]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
-        task = progress.add_task("", total=steps, completed=done, loss="-", speed="-", shares="-")
-
-        def show(row: dict[str, Any]) -> None:
-            loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
-            shares = " ".join(f"{share:.2f}" for share in row["routed_share"]) or "all"
-            progress.update(
-                task, completed=row["step"], loss=loss, speed=f"{row['tokens_per_second']:,.0f}", shares=shares
-            )
-
-        yield show

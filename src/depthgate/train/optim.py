@@ -8,14 +8,23 @@ from torch import Tensor, nn
 
 from depthgate.config import TrainConfig
 from depthgate.errors import DepthgateError
-from depthgate.train.parallel import like
+from depthgate.train.parallel import World, like
 
 _BETAS = (0.9, 0.95)
 
 
-def build(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
+def capturable(config: TrainConfig, world: World) -> bool:
+    """Whether a step can be a CUDA graph: one process, nothing that waits for the device (products of experts in fp32
+    do), and no rate that is a number of Python's (Muon's is)."""
+    experts = any(kind in ("moe", "mode") for kind in config.model.kinds)
+    plain = config.optimizer == "adamw" and (config.dtype == "bfloat16" or not experts)
+    return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and plain
+
+
+def build(model: nn.Module, config: TrainConfig, world: World = World()) -> list[torch.optim.Optimizer]:  # noqa: B008
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest. Routers have groups of their
     own, with their own rate; norms, biases and embeddings do not decay."""
+    graph, device = capturable(config, world), world.device
     muon: list[nn.Parameter] = []
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, weight in model.named_parameters():
@@ -34,9 +43,10 @@ def build(model: nn.Module, config: TrainConfig) -> list[torch.optim.Optimizer]:
             }
             for (router, decays), weights in groups.items()
         ],
-        lr=config.lr,
+        lr=torch.tensor(config.lr, device=device) if graph else config.lr,
         betas=_BETAS,
         fused=True,
+        capturable=graph,
     )
     if not muon:
         return [adamw]
@@ -73,7 +83,29 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
     """The rate of all groups, times the scale of each."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("scale", 1.0)
+            value = lr * group.get("scale", 1.0)
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(value)
+            else:
+                group["lr"] = value
+
+
+def apply(optimizer: torch.optim.Optimizer, good: Tensor, norm: Tensor, clip: float) -> None:
+    """Step with gradients scaled down to the norm `clip`, or change nothing where `good` is not so. No host sync."""
+    scale = ((norm + 1e-6) / clip).clamp(min=1)
+    if isinstance(optimizer, torch.optim.AdamW):  # its fused kernel does both, as for a gradient scaler
+        optimizer.grad_scale, optimizer.found_inf = scale, (~good).float()  # type: ignore[attr-defined]
+        optimizer.step()
+        return
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    for weight in weights:
+        weight.grad.div_(scale)
+        optimizer.state[weight].setdefault("momentum_buffer", torch.zeros_like(weight.grad))
+    kept = [*weights, *(t for weight in weights for t in optimizer.state[weight].values())]
+    before = [tensor.detach().clone() for tensor in kept]
+    optimizer.step()
+    for tensor, old in zip(kept, before, strict=True):
+        tensor.detach().copy_(torch.where(good, tensor.detach(), old))
 
 
 def state_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:

@@ -1,14 +1,15 @@
 """Several processes as one (`torchrun ... -m depthgate train`): FSDP2 from outside the model.
 
-Each process holds a part of every weight and computes its own rows of each batch. Checkpoints hold whole tensors,
-written by the first process, so that any number of processes can go on with them.
+Each process holds a part of every weight and computes its own rows of each batch. Checkpoints are written and read by
+all together (see `sharded`), and any number of processes can go on with them.
 """
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from depthgate.errors import DepthgateError
 from depthgate.model import Decoder
 from depthgate.routing import Threshold, TopTokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,38 @@ class World:
     def any(self, flag: bool) -> bool:
         """Whether any process says so."""
         return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0) if self.size > 1 else flag
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """What `work` gives in this process; if it fails in any process, it fails in all, for the same reason."""
+        if self.size == 1:
+            return work()
+        failed: Exception | None = None
+        try:
+            done = work()
+        except Exception as error:
+            failed = error
+        reasons: list[str | None] = [None] * self.size
+        dist.all_gather_object(reasons, None if failed is None else str(failed) or repr(failed))
+        if failed is not None and not isinstance(failed, DepthgateError):
+            raise failed
+        if reason := next(filter(None, reasons), None):
+            raise DepthgateError(reason) from failed
+        return done
+
+    def told(self, value: T) -> T:
+        """The first process's value."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
+
+    def compile(self, model: Decoder) -> None:
+        """Compile the model's parts; whole layers where they are to be sharded, whose hooks stand around them."""
+        if self.size == 1:
+            model.compile_parts()
+            return
+        for layer in model.layers:
+            layer.compile()
 
     def shard(self, model: Decoder) -> None:
         """Split every layer's weights, and the rest, among the processes."""

@@ -1,0 +1,97 @@
+"""`select.choose` as one kernel: a row of scores a program, no sort. Its twin is `select.choose_by_sorting`.
+
+The k best of a document are those above a threshold, which is found bit by bit: 32 counts over a row that stays in
+registers, where sorts would be a dozen kernels that each take longer than a small block does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST_TOKENS = 2**14  # in a row: what one program can hold
+
+
+@triton.jit
+def _choose(
+    scores,
+    valid,
+    doc,
+    budgets,
+    index,
+    filled,
+    place,
+    T,
+    C,
+    experts,
+    HAS_VALID: tl.constexpr,
+    HAS_DOC: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // experts
+    t = tl.arange(0, BLOCK)
+    left = t < T
+    s = tl.load(scores + row * T + t, left, other=0.0)
+    bits = tl.where(s == 0, 0.0, s).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # IEEE floats ordered as integers
+    key = tl.where(s != s, -0x7FFFFFFF, key).to(tl.int64) + 0x80000000  # NaN under -inf; from 1 up
+    label = tl.zeros([BLOCK], tl.int64)
+    if HAS_DOC:
+        label = tl.load(doc + batch * T + t, left, other=0).to(tl.int64)
+    if HAS_VALID:
+        left = left & (tl.load(valid + batch * T + t, left, other=0) != 0)
+    chosen = t < 0
+    todo = tl.sum(left.to(tl.int32), 0)
+    while todo > 0:  # one document after another
+        first = tl.min(tl.where(left, t, BLOCK), 0)
+        current = tl.sum(tl.where(t == first, label, 0), 0)
+        member = left & (label == current)
+        size = tl.sum(member.to(tl.int32), 0)
+        k = tl.load(budgets + size)
+        mine = tl.where(member, key, 0)
+        threshold = tl.full([], 0, tl.int64)
+        for i in range(32):
+            trial = threshold + (tl.full([], 1, tl.int64) << (31 - i))
+            enough = tl.sum((mine >= trial).to(tl.int32), 0) >= k
+            threshold = tl.where(enough, trial, threshold)
+        above = mine > threshold
+        tied = member & (mine == threshold)
+        room = k - tl.sum(above.to(tl.int32), 0)
+        chosen = chosen | above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+        left = left & (label != current)
+        todo -= size
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    total = tl.sum(chosen.to(tl.int32), 0)
+    slot = tl.where(chosen, rank - 1, total + t - rank)
+    keep = (t < T) & (slot < C)
+    tl.store(index + row * C + slot, t.to(tl.int64), keep)
+    tl.store(filled + row * C + slot, chosen, keep)
+    tl.store(place + row * T + t, tl.where(chosen & (slot < C), slot, -1).to(tl.int64), t < T)
+
+
+def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int) -> list[Tensor]:
+    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: what a document of n tokens gets
+    -> index and filled (B, E, slots), place (B, E, T): the slot of each token, -1 for none."""
+    B, E, T = scores.shape
+    index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)
+    filled = torch.empty(B, E, slots, dtype=torch.bool, device=scores.device)
+    place = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
+    block = triton.next_power_of_2(T)
+    _choose[(B * E,)](
+        scores.contiguous(),
+        scores if valid is None else valid.contiguous(),
+        scores if doc is None else doc.contiguous(),
+        budgets,
+        index,
+        filled,
+        place,
+        T,
+        slots,
+        E,
+        HAS_VALID=valid is not None,
+        HAS_DOC=doc is not None,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 256)),
+    )
+    return [index, filled, place]

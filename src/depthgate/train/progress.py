@@ -1,0 +1,107 @@
+"""What a run shows while it runs: a line on stderr, and a tracker if one is asked for by name."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from depthgate.errors import DepthgateError
+
+Row = dict[str, Any]
+Show = Callable[[Row], None]
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s that a large matrix product reaches here: what a model's utilisation is a share of."""
+    cuda = device.startswith("cuda")
+    n, turns = (8192, 10) if cuda else (768, 5)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(2 + turns):  # the first ones warm up
+        start = time.perf_counter()
+        a @ b
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * n**3 / median(seconds[2:])
+
+
+@contextmanager
+def progress_line(steps: int, done: int) -> Iterator[Show]:
+    """A line on stderr that follows the steps."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[about]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task("", total=steps, completed=done, about="")
+
+        def show(row: Row) -> None:
+            loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+            shares = " ".join(f"{share:.2f}" for share in row["routed_share"]) or "all"
+            speed = f"{row['tokens_per_second']:,.0f} tokens/s, {row['utilisation']:.0%} of peak"
+            progress.update(task, completed=row["step"], about=f"loss {loss}, {speed}, routed {shares}")
+
+        yield show
+
+
+def _scalars(row: Row) -> dict[str, float]:
+    """A row as flat numbers: one for each routed layer."""
+    flat = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+    return {**flat, **{f"routed_share/{i}": share for i, share in enumerate(row["routed_share"])}}
+
+
+def _tensorboard(folder: Path, config: Row) -> tuple[Show, Callable[[], None]]:  # noqa: ARG001
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def show(row: Row) -> None:
+        for key, value in _scalars(row).items():
+            writer.add_scalar(key, value, row["step"])  # type: ignore[no-untyped-call, unused-ignore]
+
+    return show, writer.close
+
+
+def _trackio(folder: Path, config: Row) -> tuple[Show, Callable[[], None]]:
+    import trackio  # type: ignore[import-not-found, unused-ignore]
+
+    trackio.init(project="depthgate", name=folder.name, config=config, resume="allow")
+    return lambda row: trackio.log(_scalars(row), step=row["step"]), trackio.finish
+
+
+def _wandb(folder: Path, config: Row) -> tuple[Show, Callable[[], None]]:
+    import wandb  # type: ignore[import-not-found, unused-ignore]
+
+    run = wandb.init(project="depthgate", name=folder.name, dir=str(folder), config=config)
+    return lambda row: run.log(_scalars(row), step=row["step"]), run.finish
+
+
+_TRACKERS = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}
+
+
+@contextmanager
+def tracker(name: str | None, folder: Path, config: Row) -> Iterator[Show]:
+    """A tracker by name, which gets every row of metrics as numbers; nothing without a name."""
+    if name is None:
+        yield lambda row: None  # noqa: ARG005
+        return
+    try:
+        show, close = _TRACKERS[name](folder, config)
+    except ImportError as error:
+        raise DepthgateError(f"tracker is {name!r}, which is not installed ({error}): pip install {name}") from error
+    try:
+        yield show
+    finally:
+        close()
