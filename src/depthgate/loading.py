@@ -1,16 +1,22 @@
 """`dg.load`: a trained model from a run's folder (its newest complete checkpoint) or from one checkpoint's folder."""
 
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters
 from depthgate.model import Decoder
 from depthgate.train import checkpoint
+from depthgate.train.files import damaged
+from depthgate.train.manifest import MANIFEST
 from depthgate.train.run import TOKENIZER
-from depthgate.train.tokenizer import TextTokenizer, load_tokenizer
+from depthgate.train.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 
 
 class LoadedDecoder(Decoder):
@@ -22,35 +28,76 @@ class LoadedDecoder(Decoder):
 def load(path: str | Path) -> LoadedDecoder:
     """The model in evaluation mode, on the CPU, with its `tokenizer`. Damage is a DepthgateError, and nothing in the
     folder is ever executed."""
-    folder = Path(path)
-    if not folder.is_dir():
-        raise DepthgateError(f"{folder} is no folder: give a run of `depthgate train`, or one of its checkpoints")
-    if (folder / checkpoint.MANIFEST).exists():
-        found, home = checkpoint.read_folder(folder, ["model"]), folder.parent
-    else:
-        found, home = checkpoint.load(folder, ["model"]), folder
-    config = model_config(found.config, found.path)
-    weights = found.tensors["model"]
-    if parameters(config) > 2 * sum(t.numel() for t in weights.values()):  # before anything is allocated
-        raise DepthgateError(f"{found.path}: the configuration names a larger model than the weights are of")
-    model = LoadedDecoder(config)
-    model.tokenizer = load_tokenizer(home / TOKENIZER)
-    if model.tokenizer.vocab != config.vocab:
+    found, home = _newest(Path(path))
+    config, weights = model_config(found.config, found.path), found.tensors["model"]
+    _check_size(config, weights, found.path)  # before anything is allocated
+    tokenizer = _tokenizer(home / TOKENIZER, found)
+    if tokenizer.vocab != config.vocab:
         raise DepthgateError(
-            f"{home / TOKENIZER} has {model.tokenizer.vocab} tokens, the model {config.vocab}: one is of another run"
+            f"{home / TOKENIZER} has {tokenizer.vocab} tokens, the model {config.vocab}: one is of another run"
         )
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise DepthgateError(f"{found.path}: the weights do not fit the configuration: {error}") from error
+    model = LoadedDecoder(config)
+    check_fit(weights, model.state_dict(), found.path)
+    if config.tied and not torch.equal(weights["embed.weight"], weights["head.weight"]):
+        raise damaged(found.path, "has two weights where its configuration ties them")
+    model.load_state_dict(weights)
+    model.tokenizer = tokenizer
     return model.eval()
 
 
+def _newest(folder: Path) -> tuple[checkpoint.Checkpoint, Path]:
+    """The checkpoint that a folder names, and the folder of its run."""
+    try:
+        if not folder.is_dir():
+            raise DepthgateError(f"{folder} is no folder: give a run of `depthgate train`, or one of its checkpoints")
+        alone = (folder / MANIFEST).exists()
+    except OSError as error:
+        raise DepthgateError(f"{folder} cannot be read ({error.strerror}): give the folder of a run") from None
+    if alone:
+        return checkpoint.read_folder(folder, ["model"]), folder.parent
+    return checkpoint.load(folder, ["model"]), folder
+
+
 def model_config(config: dict[str, Any], path: Path) -> ModelConfig:
-    """The model's part of a run's configuration; unknown and missing keys are refused."""
+    """The model's part of a run's configuration; unknown and missing keys and other types are refused."""
     section = config.get("model")
-    names = {field.name for field in fields(ModelConfig)}
-    if not isinstance(section, dict) or set(section) != names:
-        wrong = sorted(set(section) ^ names) if isinstance(section, dict) else ["model"]
-        raise DepthgateError(f"{path}: the configuration has wrong or missing keys: {', '.join(wrong[:5])}")
-    return ModelConfig(**section)
+    known = {field.name: field.type for field in fields(ModelConfig)}
+    if not isinstance(section, dict) or section.keys() != known.keys():
+        wrong = sorted(section.keys() ^ known.keys()) if isinstance(section, dict) else ["model"]
+        raise damaged(path / "config.json", f"has wrong or missing keys ({', '.join(wrong)[:200]})")
+    for name, kind in known.items():
+        if kind in (str, bool) and type(section[name]) is not kind:  # numbers are checked with their ranges
+            raise damaged(path / "config.json", f"has a wrong value for {name}")
+    try:
+        return ModelConfig(**section)
+    except DepthgateError as error:
+        raise damaged(path / "config.json", f"names no model ({error})") from None
+
+
+def _check_size(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) -> None:
+    """A configuration must not ask for more than the weights bring along. Tied ones count once."""
+    numbers = {(t.data_ptr(), t.numel()) for t in weights.values()}
+    layers = {name.split(".")[1] for name in weights if name.startswith("layers.")}
+    if parameters(config) > sum(n for _, n in numbers) or len(layers) != config.layers:
+        raise damaged(path / "config.json", "names another model than the weights are of")
+
+
+def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Tensors must have the names, shapes and dtypes of those they replace, and be finite."""
+    if odd := sorted(found.keys() ^ wanted.keys()):
+        what = "lacks" if odd[0] in wanted else "has the unknown"
+        raise damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
+    for name, tensor in found.items():
+        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype):
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            raise damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise damaged(path, f"has numbers in {name} that are not finite")
+
+
+def _tokenizer(folder: Path, found: checkpoint.Checkpoint) -> TextTokenizer:
+    """The run's tokenizer, which lies beside its checkpoints; these hold its hash."""
+    tokenizer, wanted = load_tokenizer(folder), found.state.get("tokenizer")
+    if wanted is not None and wanted != folder_hash(folder):
+        raise damaged(folder, "is not the tokenizer that the model was trained with")
+    return tokenizer

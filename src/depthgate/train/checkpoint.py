@@ -2,6 +2,7 @@
 
     run/step-100/    model.safetensors, optimizer.safetensors, ..., state.json, config.json, manifest.json
 
+Where several processes save, each writes its own model-00001-of-00004.safetensors (see `pieces` and `sharded`).
 A folder named step-N is complete: it gets that name by one rename, after all its files are on the disk. The manifest
 holds size and SHA-256 of each. .tmp-step-N-... is unfinished or on its way out: nobody loads it, and the next save
 removes it. .old-step-N-... is complete and about to be replaced; it counts until its successor stands.
@@ -9,13 +10,11 @@ Hashes find damage, they are no signature: who can write the folder can choose w
 """
 
 import fcntl
-import hashlib
 import os
-import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +23,11 @@ from typing import Any
 from torch import Tensor
 
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
-from depthgate.train import files
-from depthgate.train.files import Packed, Record, damaged, opened
+from depthgate.train import files, manifest, pieces
+from depthgate.train.files import Packed, Record, opened
+from depthgate.train.manifest import MANIFEST, PLAIN, SUFFIX, open_folder, step_of
 
-VERSION = 1
-_FORMAT = "depthgate checkpoint"
-MANIFEST = "manifest.json"
 MAX_STEP = 10**15
-_STEP = re.compile(r"(?:step|(\.old)-step)-(0|[1-9][0-9]{0,15})(?(1)-[0-9a-f]+)")
-_GROUP = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
-_SUFFIX = ".safetensors"
-_JSON = ("state.json", "config.json")
 Groups = Mapping[str, Mapping[str, Tensor]]
 Plain = Mapping[str, Any]
 
@@ -56,22 +49,60 @@ def save(run: Path, step: int, tensors: Groups, state: Plain, config: Plain, kee
     When this returns, the checkpoint is on the disk. When it raises, the earlier ones are as they were. A checkpoint of
     the same step is replaced; later ones, which only a run that went back can meet, are left alone.
     """
+    pieces.check_groups(tensors)
+    contents = {g + SUFFIX: files.pack(named, g) for g, named in tensors.items()} | plain_files(state, config)
+    with begun(run, step, sum(content.size for content in contents.values()), keep) as temp:
+        return publish(
+            temp, step, {name: files.write(temp / name, content) for name, content in contents.items()}, keep
+        )
+
+
+def plain_files(state: Plain, config: Plain) -> dict[str, Packed]:
+    """The files that hold no tensors."""
+    return {"state.json": files.to_json(state, "state"), "config.json": files.to_json(config, "config")}
+
+
+@contextmanager
+def begun(run: Path, step: int, size: int, keep: int) -> Iterator[Path]:
+    """A folder for a checkpoint of `size` bytes, in a run that nobody else saves meanwhile; gone if not published."""
     run, step, keep = Path(run), check_count(step, "step", 0, MAX_STEP), check_count(keep, "keep", 2)
-    if wrong := [group for group in tensors if not isinstance(group, str) or not _GROUP.fullmatch(group)]:
-        raise DepthgateError(f"tensors has the group {wrong[0]!r}: use letters, digits, _ and -, at most 64")
-    contents = {g + _SUFFIX: files.pack(named, g) for g, named in tensors.items()}
-    contents |= {"state.json": files.to_json(state, "state"), "config.json": files.to_json(config, "config")}
     try:
         if not run.is_dir():
             run.mkdir(parents=True)
             files.sync_folder(run.parent)
         with lock(run / ".lock"):
             _tidy(run)
-            target = _publish(run, step, contents)
-            _rotate(run, step, keep)
+            if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
+                sizes = f"{free / 2**20:.0f} MiB free, and a checkpoint needs {need / 2**20:.0f}"
+                what = f"{run} has {sizes}: free some space or choose another"
+                raise DepthgateError(f"{what}; earlier checkpoints are intact")
+            temp = run / f".tmp-step-{step}-{secrets.token_hex(8)}"
+            try:
+                os.mkdir(temp)
+                yield temp
+            except BaseException:
+                _discard(temp)
+                raise
     except OSError as error:
-        why = f"cannot save step {step} in {run} ({error.strerror or error}): earlier checkpoints are intact"
-        raise DepthgateError(f"{why}; free some space, make it writable, or choose another folder") from error
+        raise cannot_save(run, step, error) from error
+
+
+def cannot_save(run: Path, step: int, error: OSError) -> DepthgateError:
+    """The error for a checkpoint that the disk refused."""
+    why = f"cannot save step {step} in {run} ({error.strerror or error}): earlier checkpoints are intact"
+    return DepthgateError(f"{why}; free some space, make it writable, or choose another folder")
+
+
+def publish(temp: Path, step: int, records: Mapping[str, Record], keep: int) -> Path:
+    """Give the folder of `begun`, whose files are all on the disk, its name; then remove what is too old."""
+    run, target = temp.parent, temp.parent / f"step-{step}"
+    files.write(temp / MANIFEST, manifest.pack(step, records))
+    files.sync_folder(temp)
+    if os.path.lexists(target):
+        os.rename(target, run / f".old-{temp.name.removeprefix('.tmp-')}")
+    os.rename(temp, target)
+    files.sync_folder(run)
+    _rotate(run, step, keep)
     return target
 
 
@@ -80,18 +111,25 @@ def load(run: Path, only: Collection[str] | None = None) -> Checkpoint:
 
     `only` names the groups of tensors to read, and to check; all unless given.
     """
+    return newest(run, lambda path: read_folder(path, only))
+
+
+def newest(
+    run: Path, read: Callable[[Path], Checkpoint], listed: Callable[[Path], list[Path]] | None = None
+) -> Checkpoint:
+    """What `read` makes of the newest checkpoint that it can read."""
     failed: dict[Path, str] = {}
     # Listed anew each time: a run that is still saving may have removed an old one and added a newer one.
-    while left := [path for path in _candidates(Path(run)) if path not in failed]:
+    while left := [path for path in (listed or candidates)(Path(run)) if path not in failed]:
         path = left[-1]
         try:
-            found = read_folder(path, only)
+            found = read(path)
         except DepthgateError as error:
             failed[path] = str(error)
             continue
         for later, reason in failed.items():
-            if _step_of(later.name) >= found.step:
-                warnings.warn(f"{reason}\nstep {found.step} is loaded instead", DepthgateWarning, stacklevel=2)
+            if step_of(later.name) >= found.step:
+                warnings.warn(f"{reason}\nstep {found.step} is loaded instead", DepthgateWarning, stacklevel=3)
         return found
     reasons = "".join(f"\n{reason}" for reason in list(failed.values())[:5])
     raise DepthgateError(f"no complete checkpoint in {run}: check the path, or start without it{reasons}")
@@ -99,43 +137,51 @@ def load(run: Path, only: Collection[str] | None = None) -> Checkpoint:
 
 def steps(run: Path) -> list[int]:
     """The steps that have a folder, ascending; none if there is no such run. Damaged ones count: see `load`."""
-    return sorted({_step_of(path.name) for path in _candidates(Path(run))})
+    return sorted({step_of(path.name) for path in candidates(Path(run))})
 
 
 def verify(folder: Path) -> dict[str, Record]:
     """Read every file of a checkpoint and compare it with the manifest, without keeping it; returns the records."""
-    with _open_folder(folder := Path(folder)) as fd:
-        _, records = _manifest(fd, folder)
-        for name, record in records.items():
-            with opened(fd, folder / name, record.size) as file:
-                if name.endswith(_SUFFIX):
-                    file.header()
-                else:
-                    files.from_json(file.take(file.left), file.path)
-                file.finish(record.sha256)
+    with open_folder(folder := Path(folder)) as fd:
+        _, records = manifest.read(fd, folder)
+        for names in pieces.by_group(records, folder).values():
+            pieces.index(fd, folder, names, records)
+        verify_files(fd, folder, records)
     return records
+
+
+def verify_files(fd: int, folder: Path, records: Mapping[str, Record]) -> None:
+    """Compare these files with what the manifest says of them."""
+    for name, record in records.items():
+        with opened(fd, folder / name, record.size) as file:
+            if name.endswith(SUFFIX):
+                file.header()
+            else:
+                files.from_json(file.take(file.left), file.path)
+            file.finish(record.sha256)
 
 
 def read_folder(folder: Path, only: Collection[str] | None = None) -> Checkpoint:
     """Read one checkpoint, from a folder of any name; whatever is missing, damaged or unknown is an error."""
-    with _open_folder(folder := Path(folder)) as fd:
-        step, records = _manifest(fd, folder)
-        groups = {name.removesuffix(_SUFFIX) for name in records} - set(_JSON)
-        wanted = groups if only is None else set(only)
-        if missing := wanted - groups:
+    with open_folder(folder := Path(folder)) as fd:
+        step, records = manifest.read(fd, folder)
+        groups = pieces.by_group(records, folder)
+        wanted = groups.keys() if only is None else set(only)
+        if missing := wanted - groups.keys():
             raise DepthgateError(f"{folder} has no tensors named {sorted(missing)}: it has {sorted(groups)}")
-        plain = {}
-        for name in _JSON:
-            with opened(fd, folder / name, records[name].size) as file:
-                plain[name] = files.from_json(file.take(file.left), folder / name)
-                file.finish(records[name].sha256)
-        tensors = {}
-        for group in sorted(wanted):
-            name = group + _SUFFIX
-            with opened(fd, folder / name, records[name].size) as file:
-                tensors[group] = file.tensors()
-                file.finish(records[name].sha256)
-    return Checkpoint(folder, step, tensors, plain["state.json"], plain["config.json"])
+        state, config = read_plain(fd, folder, records)
+        tensors = {group: pieces.read(fd, folder, groups[group], records) for group in sorted(wanted)}
+    return Checkpoint(folder, step, tensors, state, config)
+
+
+def read_plain(fd: int, folder: Path, records: Mapping[str, Record]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state and the configuration."""
+    found = []
+    for name in PLAIN:
+        with opened(fd, folder / name, records[name].size) as file:
+            found.append(files.from_json(file.take(file.left), folder / name))
+            file.finish(records[name].sha256)
+    return found[0], found[1]
 
 
 @contextmanager
@@ -155,102 +201,15 @@ def lock(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _publish(run: Path, step: int, contents: Mapping[str, Packed]) -> Path:
-    token = secrets.token_hex(8)
-    temp, old, target = run / f".tmp-step-{step}-{token}", run / f".old-step-{step}-{token}", run / f"step-{step}"
-    need = sum(content.size for content in contents.values()) + 2**20
-    if (free := shutil.disk_usage(run).free) < need:
-        sizes = f"{free / 2**20:.0f} MiB free, and a checkpoint needs {need / 2**20:.0f}"
-        raise DepthgateError(f"{run} has {sizes}: free some space or choose another; earlier checkpoints are intact")
-    try:
-        os.mkdir(temp)
-        records = {name: files.write(temp / name, content) for name, content in contents.items()}
-        files.write(temp / MANIFEST, _manifest_of(step, records))
-        files.sync_folder(temp)
-        if os.path.lexists(target):
-            os.rename(target, old)
-        os.rename(temp, target)
-    except BaseException:
-        _discard(temp)
-        raise
-    files.sync_folder(run)
-    return target
-
-
-def _manifest_of(step: int, records: Mapping[str, Record]) -> Packed:
-    listed = {name: record._asdict() for name, record in records.items()}
-    body = {"format": _FORMAT, "version": VERSION, "step": step, "files": listed}
-    sha256 = hashlib.sha256(files.to_json(body, MANIFEST).head).hexdigest()
-    return files.to_json(body | {"sha256": sha256}, MANIFEST)
-
-
-def _manifest(fd: int, folder: Path) -> tuple[int, dict[str, Record]]:
-    """The step and records of the folder open as `fd`, after a look at every name and size in it."""
-    path = folder / MANIFEST
-    with opened(fd, path, None) as file:
-        body = files.from_json(text := file.take(file.left), path)
-    version = body.get("version")
-    if body.get("format") != _FORMAT or type(version) is not int:
-        raise damaged(path, "is not the manifest of a depthgate checkpoint")
-    if version != VERSION:
-        remedy = "upgrade depthgate" if version > VERSION else "read and save it with the depthgate that wrote it"
-        raise DepthgateError(f"{path} has format version {version}, this depthgate reads {VERSION}: {remedy}")
-    step, listed = body.get("step"), body.get("files")
-    if type(step) is not int or not isinstance(listed, dict):
-        raise damaged(path, "lists no step or no files")
-    records = {name: _record(name, claim, path) for name, claim in listed.items()}
-    if text != _manifest_of(step, records).head:
-        raise damaged(path, "is not what was saved (its own SHA-256 differs)")
-    if missing := set(_JSON) - records.keys():
-        raise damaged(path, f"does not list {', '.join(sorted(missing))}")
-    if _step_of(folder.name) not in (-1, step):
-        raise damaged(folder, f"holds step {step}, so it was renamed or mixed up")
-    for name in os.listdir(fd):
-        if name not in records and name != MANIFEST:
-            raise damaged(folder / name, "is not in the manifest; remove it if it is yours")
-    for name, record in records.items():
-        with opened(fd, folder / name, record.size):
-            pass
-    return step, records
-
-
-def _record(name: str, claim: Any, path: Path) -> Record:
-    """A file that a manifest lists must have a name that `save` gives: no separators, no dots, of a known kind."""
-    if name not in _JSON and not (name.endswith(_SUFFIX) and _GROUP.fullmatch(name.removesuffix(_SUFFIX))):
-        raise damaged(path, f"lists the file {name[:99]!r}, a name that no checkpoint has")
-    match claim:
-        case {"size": int(size), "sha256": str(sha256)} if size >= 0:
-            return Record(size, sha256)
-    raise damaged(path, f"says nothing useful of {name}")
-
-
-@contextmanager
-def _open_folder(folder: Path) -> Iterator[int]:
-    """Files are opened relative to this descriptor, so that a folder swapped meanwhile is never mixed with the old."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            yield fd
-        finally:
-            os.close(fd)
-    except OSError as error:
-        why = "it is a symbolic link" if folder.is_symlink() else error.strerror
-        raise damaged(folder, f"cannot be read as a folder ({why})") from None
-
-
-def _step_of(name: str) -> int:
-    return int(match[2]) if (match := _STEP.fullmatch(name)) else -1
-
-
-def _candidates(run: Path) -> list[Path]:
+def candidates(run: Path) -> list[Path]:
     """Everything that has the name of a checkpoint, oldest first; a replaced one (.old) before its successor."""
     try:
-        found = [name for name in os.listdir(run) if _step_of(name) >= 0]
+        found = [name for name in os.listdir(run) if step_of(name) >= 0]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise DepthgateError(f"cannot list {run} ({error.strerror}): give the folder of a run") from None
-    return [run / name for name in sorted(found, key=lambda name: (_step_of(name), name))]
+    return [run / name for name in sorted(found, key=lambda name: (step_of(name), name))]
 
 
 def _tidy(run: Path) -> None:
@@ -258,7 +217,7 @@ def _tidy(run: Path) -> None:
     for name in os.listdir(run):
         if name.startswith(".tmp-step-"):
             _discard(run / name)
-        elif name.startswith(".old-") and (step := _step_of(name)) >= 0:
+        elif name.startswith(".old-") and (step := step_of(name)) >= 0:
             if os.path.lexists(run / f"step-{step}"):
                 _discard(run / name)
             else:
@@ -272,16 +231,16 @@ def _rotate(run: Path, step: int, keep: int) -> None:
     damaged ones that a resume went back from, and must not push out the good ones.
     """
     kept = 0
-    for path in reversed(_candidates(run)):
+    for path in reversed(candidates(run)):
         if path.name.startswith("."):
             _discard(path)
-        elif _step_of(path.name) > step:
+        elif step_of(path.name) > step:
             warnings.warn(f"{path} is later than step {step}, now saved: a load tries it first", DepthgateWarning, 4)
         elif kept >= keep:
             _discard(path)
         else:
-            with suppress(DepthgateError), _open_folder(path) as fd:
-                _manifest(fd, path)
+            with suppress(DepthgateError), open_folder(path) as fd:
+                manifest.read(fd, path)
                 kept += 1
 
 

@@ -241,7 +241,7 @@ class Reader:
             raise damaged(self.path, f"has {self.left} bytes of data where its header says {end}")
         aliases: dict[str, str] = {}
         if isinstance(metadata, dict) and isinstance(metadata.get(ALIASES), str):
-            aliases = from_json(metadata[ALIASES].encode(), self.path)
+            aliases = from_json(metadata[ALIASES].encode(errors="replace"), self.path)
         for name, kept in aliases.items():
             if name in header or not isinstance(kept, str) or kept not in header:
                 raise damaged(self.path, f"ties {name[:99]!r} to a tensor that it does not have")

@@ -1,0 +1,40 @@
+"""Run a function in several processes. They are forked from one server that has imported everything once."""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from depthgate.train.parallel import World
+
+
+def spawn(processes: int, work: Callable, *args) -> None:
+    """`work(world, *args)` in processes that are connected; `work` must be a function of a module."""
+    with tempfile.TemporaryDirectory() as folder:
+        start(processes, _connected, processes, folder, work, args)
+
+
+def start(processes: int, work: Callable, *args) -> None:
+    """`work(rank, *args)` in every process."""
+    multiprocessing.set_forkserver_preload([work.__module__, "tests.distributed.test_sharded"])
+    mp.start_processes(_worker, args=(work, args), nprocs=processes, start_method="forkserver")
+
+
+def _worker(rank: int, work: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    work(rank, *args)
+    # Everything is asserted. Leave without the interpreter's farewell, for the reason given in test_fsdp.
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _connected(rank: int, processes: int, folder: str, work: Callable, args: tuple) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'init'}", rank=rank, world_size=processes)
+    work(World(rank, processes), *args)
+    dist.barrier()
