@@ -2,71 +2,191 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
+from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import depthgate as dg
 from depthgate.cli import main
+from depthgate.config import DemoConfig
+from depthgate.demo import measure, report, runs
+from depthgate.errors import DepthgateError
+from depthgate.routing import Slots
 from depthgate.view import page as pages
+from depthgate.view.tokens import routed_text, visible
 
-ENCODERS = ("dense twin", "MoD 0.5", "MoD 0.25", "Soft MoE")
-SMALL = ["--epochs", "1", "--hidden_size", "16", "--num_layers", "2"]
-
-
-def demo(out: Path, *options: str) -> int:
-    return main(["demo", "--out", str(out), *SMALL, *options])
+# Reads as markup, has characters of several bytes, and nothing about it is Python.
+HOSTILE = "<script>alert('&amp;')</script> <b onclick=\"x\"> é ☃ \x00\x1b\t\u202e </pre></html> "
+STEPS = 10
 
 
-def test_last_line_is_the_report_which_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # Long enough for rich to wrap it, and with characters that HTML would read as markup.
-    out = tmp_path / ("a long <folder> & name " * 6).strip()
-    assert demo(out) == 0
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A cache of our own, samples that are short, and a text of hostile lines."""
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.setenv("OMP_NUM_THREADS", "1")  # of children
+        patch.setattr(measure, "SAMPLED", 20)
+        lines = [f"{HOSTILE}{i} {i * i}\n" for i in range(300)]
+        texts = ["".join(lines[start : start + 10]) for start in range(0, 300, 10)]
+        (folder / "<i>&.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        yield folder
+
+
+def demo(home: Path, out: str, *options: str, steps: int = STEPS) -> int:
+    data = str(home / "<i>&.jsonl")
+    torch.set_num_threads(1)  # two wait for each other on a busy machine; the next test starts with two again
+    return main(["demo", "--out", str(home / out), "--data", data, "--steps", str(steps), *options])
+
+
+@pytest.fixture(scope="module")
+def finished(home: Path) -> Path:
+    """A demo that has been run."""
+    assert demo(home, "a long <folder> & name") == 0
+    return home / "a long <folder> & name"
+
+
+def figures(home: Path, out: str, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    assert demo(home, out, "--json", *options) == 0
+    result = json.loads(capsys.readouterr().out)  # one object and nothing else
+    assert result["report"] == str(home / out / "report.html")
+    rows: list[dict[str, Any]] = result["rows"]
+    assert all(row.pop("train_seconds") > 0 for row in rows)
+    return rows
+
+
+def test_last_line_is_the_report_which_stands_alone(
+    home: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("step-*/*")}
+    (finished / "report.html").unlink()
+    assert demo(home, finished.name) == 0  # finished before: nothing is trained again
+    assert {path: path.stat().st_mtime_ns for path in finished.rglob("step-*/*")} == before
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == str(out / "report.html")
+    assert last == str(finished / "report.html")
     text = Path(last).read_text()
-    for name in ENCODERS:
-        assert f'<th scope="row">{name}</th>' in text
-    assert "http://" not in text
-    assert "https://" not in text
-    assert "<script" not in text
-    assert "<folder>" not in text
+    for name in ("tiny-mod", "tiny-dense"):
+        assert f'<th scope="col">{name}</th>' in text
+        assert f"<h3>{name}</h3>" in text
+    for absent in ("http://", "https://", "<script", "<b ", "<folder>", "<i>&", "\0", "\x1b", "\u202e", "url(", "src="):
+        assert absent not in text
     assert "&lt;folder&gt;" in text
+    assert text.count("</pre>") == 3  # the coloured text and two samples
+    assert text.count("</html>") == 1
 
 
-def test_one_seed_gives_one_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = []
-    for name, seed in (("a", "3"), ("b", "3"), ("c", "4")):
-        assert demo(tmp_path / name, "--seed", seed, "--json") == 0
-        results.append(json.loads(capsys.readouterr().out))  # one object and nothing else
-    times = [[row.pop("train_seconds") for row in result["rows"]] for result in results]
-    assert all(seconds > 0 for run in times for seconds in run)
-    a, b, c = (result["rows"] for result in results)
-    assert a == b
-    assert [row["accuracy"] for row in a] != [row["accuracy"] for row in c]
-    assert results[0]["report"] == str(tmp_path / "a" / "report.html")
+def test_one_seed_gives_one_result_and_an_interrupted_demo_the_same(
+    home: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a = figures(home, finished.name, capsys)
+    command = [sys.executable, "-m", "depthgate", "demo", "--out", str(home / "cut"), "--steps", str(STEPS)]
+    child = subprocess.Popen(
+        [*command, "--data", str(home / "<i>&.jsonl")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = home / "cut" / "mod" / "metrics.jsonl"
+    while child.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 1):
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    out, said = child.communicate()
+    assert child.returncode == 130, said
+    assert out == ""
+    assert "the same command goes on from there" in said
+    assert not (home / "cut" / "report.html").exists()
+    assert figures(home, "cut", capsys) == a
 
-    # 8 rows, the last among them: 8, 4 and 2 are routed in every layer.
-    assert [row["encoder"] for row in a] == list(ENCODERS)
-    assert [row["routed_share"] for row in a] == [1.0, 0.5, 0.25, 1.0]
-    # By hand, at width 16: input 8x16 and routers over 8 rows, head 16x10; of a block, for each of its k rows, qkv and
-    # out 16x(48+16), SwiGLU of hidden 48: 16x96+48x16, and attention 2 x 16 over k rows.
-    shared = 2 * (8 * 8 * 16 + 16 * 10)
-    for row, k in zip(a, (8, 4, 2), strict=False):
-        block = 8 * 16 + k * (16 * 64 + 16 * 96 + 48 * 16) + k * k * 2 * 16
-        assert row["flops"] == shared + 2 * 2 * block
-        assert row["flops_ratio"] == row["flops"] / a[0]["flops"]
+    c = figures(home, "other", capsys, "--seed", "1")
+    assert [row["nats_per_byte"] for row in a] != [row["nats_per_byte"] for row in c]
+    assert demo(home, "other", "--seed", "2") == 2
+    assert "seed: 1 there, 2 here" in capsys.readouterr().err
 
 
-def test_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    blocked = tmp_path / "file" / "out"
+def test_equal_flops(home: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mod, dense = figures(home, finished.name, capsys)
+    assert mod["steps"] == STEPS
+    for row in (mod, dense):
+        assert row["flops"] == pytest.approx(row["flops_per_token"] * row["tokens"])
+        assert row["tokens"] == row["steps"] * 8 * 256
+    assert dense["flops"] == pytest.approx(mod["flops"], rel=0.01)
+    for steps in (46, 100, DemoConfig().steps, 12_345):
+        a, b = (runs.total_flops(config) for config in runs.twins(DemoConfig(steps=steps)).values())
+        assert b == pytest.approx(a, rel=0.01)
+    # One step cannot be matched; the number that the message names can.
+    with pytest.raises(DepthgateError, match=r"steps is 1: .* use --steps") as caught:
+        runs.twins(DemoConfig(steps=1))
+    named = int(str(caught.value).split()[-1])
+    assert set(runs.twins(DemoConfig(steps=named))) == {"tiny-mod", "tiny-dense"}
+
+
+SPAN = re.compile(r'<span class="(token|skipped)"[^>]* title="([^"]*): (?:no routed layer|layers ([\d, ]+))">')
+
+
+def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> None:
+    torch.set_num_threads(1)
+    model = dg.load(finished / "mod")
+    config = runs.twins(DemoConfig(out=str(finished), data=str(home / "<i>&.jsonl"), steps=STEPS))["tiny-mod"]
+    rows = measure.piece(measure.held_out(config, model), 256)
+    ids = rows.tokens.flatten().tolist()
+    assert len(ids) == 768
+    # Real text: the beginning of a document.
+    texts = [json.loads(line)["text"] for line in (home / "<i>&.jsonl").read_text().splitlines()]
+    assert any(text.encode().startswith(bytes(ids)) for text in texts)
+
+    def check(page: str) -> int:
+        plans = model(rows.tokens, rows.pos, rows.doc, causal=True).plans
+        chosen = [plan.chosen.flatten().tolist() for plan in plans if isinstance(plan, Slots)]
+        spans = SPAN.findall(page)
+        assert len(spans) == len(ids)
+        assert len(chosen) == 4
+        for n, (kind, shown, layers) in enumerate(spans):
+            through = [layer for layer, at in zip((2, 4, 6, 8), chosen, strict=True) if at[n]]
+            assert [int(layer) for layer in layers.split(", ") if layer] == through
+            assert (kind == "token") == bool(through)
+            if 32 < ids[n] < 127:
+                assert unescape(shown) == chr(ids[n])
+            elif ids[n] > 127:
+                assert shown == f"\\x{ids[n]:02x}"
+        return sum(map(sum, chosen))
+
+    check((finished / "report.html").read_text())
+    # After ten steps the causal rule routes next to nothing: have it route about half, and look again.
+    for _ in range(4):
+        for i, plan in enumerate(model(rows.tokens, rows.pos, rows.doc, causal=True).plans):
+            model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
+    assert 768 < check(routed_text(*measure.routed(model, rows), measure.routed_layers(model))) < 3 * 768
+
+
+def test_the_page_takes_no_side() -> None:
+    rows = [{"model": "tiny-mod", "nats_per_byte": 1.5}, {"model": "tiny-dense", "nats_per_byte": 1.4}]
+    assert report.verdict(rows) == "Here tiny-dense has the lower causal loss: 1.400 against 1.500 nats a byte"
+    rows[1]["nats_per_byte"] = 1.6
+    assert report.verdict(rows) == "Here tiny-mod has the lower causal loss: 1.500 against 1.600 nats a byte"
+    rows[1]["nats_per_byte"] = 1.5001
+    assert report.verdict(rows) == "Here both have the same causal loss: 1.500 nats a byte"
+
+
+def test_smoothing_by_hand() -> None:
+    nan = float("nan")
+    assert report.smoothed([(1, 4.0), (2, nan), (3, 2.0)]) == [(1, 4.0), (2, 4.0), (3, 3.0)]
+    line = [(float(x), float(x)) for x in range(100)]
+    assert report.smoothed(line)[50] == (50.0, 40.5)  # the mean of 31 to 50
+
+
+def test_refused_before_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "file").write_text("")
     for out, options, said in (
-        (blocked, [], f"cannot write {blocked}"),
-        (tmp_path / "out", ["--epochs", "0"], "epochs is 0"),
-        (tmp_path / "out", ["--hidden_size", "18"], "hidden_size"),
+        ("file/out", [], f"cannot write {home / 'file' / 'out'}"),
+        ("out", ["--data", "nowhere.txt"], "nowhere.txt"),
     ):
-        assert demo(out, *options) == 2
+        assert demo(home, out, *options) == 2
         captured = capsys.readouterr()
         assert said in captured.err
         assert "loss" not in captured.err  # the progress bar of training has it
@@ -117,13 +237,33 @@ def test_chart_leaves_gaps_and_shows_lone_points() -> None:
     assert pages.linear_ticks([3.0, 3.0])[0] < 3.0 < pages.linear_ticks([3.0, 3.0])[-1]
 
 
-def test_routed_image_by_hand() -> None:
-    picture = pages.routed_image("t", [[0.0, 1.0], [0.5, 0.0]], [[True, False, True], [False, False, False]])
-    assert "row 1: layers 1, 3; row 2: layers none" in picture
-    # Two pixels of 14 and a gap of 12: layer 3 is at 40 + 2 * 14 + 2.
-    assert '<rect x="70" y="2" width="10" height="10" fill="var(--c0)"' in picture
-    assert picture.count('fill="var(--c0)"') == 2
-    assert '<rect x="14" y="0" width="14" height="14" fill="var(--text)" fill-opacity="1.00"/>' in picture
+def test_marks_by_hand() -> None:
+    marks = {"b": [(10.0, 100.0)], "<c>": [(0.0, 0.0), (5.0, float("nan"))]}
+    chart = pages.line_chart("t", "d", {"a": [(0, 0), (5, 50)]}, "x", "y", marks=marks)
+    # Marks count for the axes, are drawn over the lines and differ in shape; what cannot be drawn is left out.
+    assert 'points="62.0,268.0 264.0,141.0"' in chart
+    assert '<circle class="mark" fill="var(--c0)" cx="466.0" cy="14.0" r="4.5"><title>10, 100</title></circle>' in chart
+    assert '<rect class="mark" fill="var(--c1)" x="58.0" y="264.0" width="8" height="8"><title>0, 0</title>' in chart
+    assert chart.count("<title>") == 1 + 2  # the chart's own
+    assert chart.count("<li>") == 3
+    assert "&lt;c&gt;" in chart
+
+
+def test_routed_text_by_hand() -> None:
+    made = routed_text(["a", "<b>", "\n", "\u202e", "c"], [[], [2], [4], [2, 4], [2]], [2, 4])
+    assert '<span class="skipped" title="a: no routed layer">a</span>' in made
+    assert '<span class="token" style="--share:0.5" title="&lt;b&gt;: layers 2">&lt;b&gt;</span>' in made
+    assert 'title="↵: layers 4"><span class="sign">↵</span></span>\n' in made
+    assert 'style="--share:1" title="\\u202e: layers 2, 4"' in made
+    assert "no routed layer: 1 of 5 tokens" in made
+    assert "1 routed layer: 3 of 5 tokens" in made
+    assert "2 routed layers: 1 of 5 tokens" in made
+
+
+def test_nothing_stays_invisible() -> None:
+    assert visible(" a\tb\n") == "·a⇥b↵"
+    assert visible("\0\x1b\x7f\u200b\U000e0001") == "␀␛\\x7f\\u200b\\U000e0001"
+    assert visible(" \n\0é", kept=" \n") == " \n␀é"
 
 
 def test_ticks_enclose_the_values() -> None:

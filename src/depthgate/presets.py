@@ -3,6 +3,7 @@
 import difflib
 from typing import Any
 
+from depthgate.config import TrainConfig, build
 from depthgate.errors import InvalidValueError
 
 _TINY = {
@@ -60,3 +61,21 @@ def preset(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, PRESETS, 1, cutoff=0.0)[0]
         raise InvalidValueError(f"preset is {name!r}: did you mean {near!r}? `depthgate presets` lists them all")
     return dict(PRESETS[name])
+
+
+def train_config(name: str, **options: Any) -> TrainConfig:
+    """What `depthgate train --preset name` runs, with some of its options set."""
+    config: TrainConfig = build(TrainConfig, _nested({"preset": name, **preset(name), **options}))
+    return config
+
+
+def _nested(dotted: dict[str, Any]) -> dict[str, Any]:
+    """{"model.dim": 8, "lr": 1} -> {"model": {"dim": 8}, "lr": 1}."""
+    out: dict[str, Any] = {}
+    for name, value in dotted.items():
+        *path, last = name.split(".")
+        place = out
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return out

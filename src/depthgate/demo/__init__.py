@@ -1,74 +1,62 @@
-"""`depthgate demo`: encoders on handwritten digits, read row by row, beside their dense twin; table and report."""
+"""`depthgate demo`: a Mixture-of-Depths language model and a dense one of equal training FLOPs; table and report."""
 
 import json
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from depthgate.bench.measure import machine
 from depthgate.config import DemoConfig
-from depthgate.demo.report import HEADERS, NOTE, cells, command, figures, report_page
-from depthgate.demo.training import Run, build_models, load_split, train_all
+from depthgate.demo.report import NOTE, cells, command, report_page, verdict
+from depthgate.demo.results import measured
+from depthgate.demo.runs import steps_done, train, twins
 from depthgate.errors import DepthgateError
+from depthgate.train.run import write_json
 
 
-def run(config: DemoConfig, as_json: bool) -> None:
-    """Train every encoder, print a table (or one JSON object) and write the report; its path is printed last."""
-    out = _writable_folder(Path(config.out))
-    digits = load_split(config.seed)
-    # One thread: the matrices are too small for two to help, and two that wait for each other stall on a busy machine.
-    with _one_thread(), torch.random.fork_rng(devices=[]):
-        about = machine()
-        runs = [Run(name, model) for name, model in build_models(config).items()]
-        train_all(runs, digits, config)
-        rows = figures(runs, digits)
-        report = out / "report.html"
-        text = report_page(config, runs, rows, digits, about)
+def run(config: DemoConfig, as_json: bool) -> int:
+    """Train both models unless that is done, print a table (or one JSON object) and write the report; its path is
+    printed last. The exit code: 0, or 130 where somebody asked to stop."""
+    configs = twins(config)
+    done = all(steps_done(each) >= each.steps for each in configs.values())
+    if not train(configs):
+        return 130
+    report = Path(config.out) / "report.html"
+    print("measuring both on held-out text, sampling from both", file=sys.stderr)
     try:
-        report.write_text(text, encoding="utf-8")
+        about = _trained_on(report.with_name("machine.json"), done)
+        results = [measured(name, each) for name, each in configs.items()]
+        report.write_text(report_page(config, results, about), encoding="utf-8")
     except OSError as error:
-        raise _cannot_write(report, error) from error
+        raise DepthgateError(
+            f"cannot write {report} ({error.strerror or error}): choose another folder with --out"
+        ) from error
+    rows = [result.figures for result in results]
     if as_json:
         print(json.dumps({"machine": about, "command": command(config), "rows": rows, "report": str(report)}))
-        return
-    table = Table(title=f"Handwritten digits, {config.epochs} epochs", caption=NOTE, box=box.SIMPLE_HEAD)
-    for name in HEADERS:
-        justify: Literal["left", "right"] = "left" if name == "encoder" else "right"
-        table.add_column(name.replace(" ", "\n", 1), justify=justify, no_wrap=True)
+        return 0
+    table = Table(title=verdict(rows), caption=NOTE, box=box.SIMPLE_HEAD)
+    table.add_column("")
     for row in rows:
-        table.add_row(*cells(row))
+        table.add_column(row["model"], justify="right", no_wrap=True)
+    for line in cells(rows):
+        table.add_row(*line)
     Console().print(table)
     print(report)
+    return 0
 
 
-def _writable_folder(out: Path) -> Path:
-    """The folder, made if need be, in which a file could be written just now."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except OSError as error:
-        raise _cannot_write(out, error) from error
-    return out
-
-
-def _cannot_write(path: Path, error: OSError) -> DepthgateError:
-    reason = error.strerror or type(error).__name__
-    return DepthgateError(f"cannot write {path} ({reason}): choose another folder with --out")
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _trained_on(path: Path, done: bool) -> dict[str, Any]:
+    """The machine, date and commit of the training, which may lie before those of this report."""
+    if done and path.exists():
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError):
+            pass  # damaged: what is known is this machine
+    about = machine()
+    write_json(path, about)
+    return about

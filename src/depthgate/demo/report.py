@@ -1,48 +1,45 @@
-"""The demo's figures, and the page that shows them."""
+"""The demo's table, and the page that shows what was measured."""
 
 import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
-from depthgate.bench.measure import count_flops
-from depthgate.config import DemoConfig
-from depthgate.demo.training import (
-    BATCH,
-    EXPERTS,
-    LEARNING_RATE,
-    PICTURED,
-    ROWS,
-    WARMUP_SHARE,
-    WEIGHT_DECAY,
-    Digits,
-    Run,
-)
-from depthgate.routing import Slots
-from depthgate.routing.metrics import routed_share
+from depthgate.config import DemoConfig, TrainConfig
+from depthgate.demo.measure import PROMPT, SAMPLED, TEMPERATURE
+from depthgate.demo.results import Result
 from depthgate.view import page as pages
 from depthgate.view.page import Html
+from depthgate.view.tokens import routed_text, visible
 
-HEADERS = ("encoder", "test accuracy", "MFLOPs", "FLOPs / dense", "parameters", "training seconds", "routed share")
+Row = dict[str, Any]
+SMOOTHED = 20  # steps that a point of the training curve is the mean of
+
 NOTE = (
-    "MFLOPs: millions of operations in the matrix products of one forward pass over one sequence, head included, "
-    "counted as they run. "
-    "Routed share: pixel rows that enter a block, over all layers; Soft MoE mixes every row into its slots."
+    "Causal: every router decides from the token alone, as in generation; this is the figure that counts. Top k: it "
+    "looks at the whole sequence, as in training. The dense model has no routers."
+)
+_LINES: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("causal loss, nats a byte", lambda r: f"{r['nats_per_byte']:.4f}"),
+    ("causal loss, bits a byte", lambda r: f"{r['bits_per_byte']:.4f}"),
+    ("top-k loss, nats a byte", lambda r: f"{r['nats_per_byte_top_k']:.4f}"),
+    ("top-k loss, bits a byte", lambda r: f"{r['bits_per_byte_top_k']:.4f}"),
+    ("training FLOPs in all", lambda r: f"{r['flops']:.4g}"),
+    ("training FLOPs a token", lambda r: f"{r['flops_per_token']:,.0f}"),
+    ("tokens trained on", lambda r: f"{r['tokens']:,}"),
+    ("steps", lambda r: f"{r['steps']:,}"),
+    ("training seconds", lambda r: f"{r['train_seconds']:.1f}"),
+    ("parameters", lambda r: f"{r['parameters']:,}"),
 )
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    return [
-        row["encoder"],
-        f"{row['accuracy']:.1%}",
-        f"{row['flops'] / 1e6:.2f}",
-        f"{row['flops_ratio']:.2f}",
-        f"{row['parameters']:,}",
-        f"{row['train_seconds']:.1f}",
-        f"{row['routed_share']:.0%}",
-    ]
+def cells(rows: Sequence[Row]) -> list[list[str]]:
+    """The table: a line for each figure, a column for each model."""
+    lines = [[label, *(shown(row) for row in rows)] for label, shown in _LINES]
+    for layer in sorted({layer for row in rows for layer in row["routed_share"]}):
+        shares = [f"{row['routed_share'][layer]:.1%}" if layer in row["routed_share"] else "all" for row in rows]
+        lines.append([f"routed causally, layer {layer}", *shares])
+    return lines
 
 
 def command(config: DemoConfig) -> str:
@@ -51,116 +48,131 @@ def command(config: DemoConfig) -> str:
     return " ".join(["depthgate demo", *options])
 
 
-@torch.no_grad()
-def figures(runs: list[Run], digits: Digits) -> list[dict[str, Any]]:
-    """One row of plain numbers for each model."""
-    one = digits.test_x[:1]
-    rows: list[dict[str, Any]] = []
-    for run in runs:
-        model = run.model
-        _, plans = model.encoder.features(digits.test_x)
-        flops = count_flops(lambda model=model: model(one))  # type: ignore[misc]
-        rows.append(
-            {
-                "encoder": run.name,
-                "accuracy": run.accuracies[-1],
-                "flops": flops,
-                "flops_ratio": flops / rows[0]["flops"] if rows else 1.0,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "train_seconds": run.seconds,
-                "routed_share": torch.stack([routed_share(plan) for plan in plans]).mean().item(),
-            }
-        )
-    return rows
+def verdict(rows: Sequence[Row]) -> str:
+    """Which model predicts the held-out text better, whichever it is."""
+    best, other = sorted(rows, key=lambda row: row["nats_per_byte"])
+    low, high = best["nats_per_byte"], other["nats_per_byte"]
+    if f"{low:.3f}" == f"{high:.3f}":
+        return f"Here both have the same causal loss: {low:.3f} nats a byte"
+    return f"Here {best['model']} has the lower causal loss: {low:.3f} against {high:.3f} nats a byte"
 
 
-def _training_flops(run: Run, digits: Digits) -> float:
-    """FLOPs of training on one sequence: forward and backward of a batch, shared among its sequences."""
-    x, y = digits.train_x[:BATCH], digits.train_y[:BATCH]
+def smoothed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Each value as the mean of itself and up to SMOOTHED - 1 before it, those that are not finite left out."""
+    out = []
+    for i, (x, _) in enumerate(points):
+        near = [y for _, y in points[max(0, i + 1 - SMOOTHED) : i + 1] if y - y == 0]
+        out.append((x, sum(near) / len(near) if near else float("nan")))
+    return out
 
-    def step() -> None:
-        F.cross_entropy(run.model(x), y).backward()  # type: ignore[no-untyped-call]
 
-    return count_flops(step) / len(x)
-
-
-def report_page(
-    config: DemoConfig, runs: list[Run], rows: list[dict[str, Any]], digits: Digits, about: dict[str, Any]
-) -> Html:
-    seen = len(digits.train_x)  # sequences an epoch
-    cost = {run.name: _training_flops(run, digits) * seen / 1e9 for run in runs}
-    losses = {run.name: [(cost[run.name] * n, loss) for n, loss in enumerate(run.losses, 1)] for run in runs}
-    accuracies = {run.name: [(n, 100 * a) for n, a in enumerate(run.accuracies, 1)] for run in runs}
-    tested = len(digits.test_x)
-    explanation = pages.paragraph(
-        f"Each digit is an image of 8 by 8 pixels, read as a sequence of {ROWS} pixel rows. "
-        "In a Mixture-of-Depths (MoD) encoder, a router in every layer scores the rows and only the best share of them "
-        "goes through the layer; the others pass by unchanged and cost almost nothing. The last row always goes "
-        "through, because the answer is read from it. The number behind MoD is that share; the dense twin is the same "
-        "network at a share of 1, where every row goes through every layer. "
-        f"In the Soft MoE encoder, {EXPERTS} experts each compute one weighted mean of all rows; it has no attention. "
-        f"All were trained on the same {seen:,} digits in the same order and tested on {tested} others, once, with one "
-        f"seed. One test digit is {1 / tested:.2%}, and another seed (another split, other weights) can move a routed "
-        "encoder by several percentage points: small differences here mean little."
-    )
-    charts = pages.row(
-        [
-            pages.line_chart(
-                "Training loss against training FLOPs",
-                "Mean loss of each epoch, with dropout, against the FLOPs of all forward and backward passes so far. "
-                "Lower at the same FLOPs is better.",
-                losses,
-                "training GFLOPs",
-                "loss (log scale)",
-                log_y=True,
-            ),
-            pages.line_chart(
-                "Test accuracy by epoch",
-                "Share of test digits named rightly after each epoch.",
-                accuracies,
-                "epoch",
-                "test accuracy, %",
-            ),
-        ]
-    )
-    made = [
-        pages.paragraph("Command: ", pages.code(command(config))),
-        pages.paragraph("Machine: ", ", ".join(f"{key} {value}" for key, value in about.items())),
-        pages.paragraph(
-            f"AdamW, learning rate {LEARNING_RATE:g} with a warm-up over {WARMUP_SHARE:.0%} of the steps and then a "
-            f"cosine to 0, weight decay {WEIGHT_DECAY:g}, batches of {BATCH}. Times are those of this machine, "
-            "whatever else it was doing; the other figures repeat with the seed on the same machine."
-        ),
-    ]
+def report_page(config: DemoConfig, results: Sequence[Result], about: dict[str, Any]) -> Html:
+    """The whole report."""
+    rows = [result.figures for result in results]
+    mod, dense = results
     return pages.page(
-        "depthgate demo: digits, row by row",
+        "depthgate demo: Mixture-of-Depths and dense at equal training FLOPs",
         {
-            "": explanation,
-            "Results": pages.table(HEADERS, [cells(row) for row in rows], NOTE),
-            "Training": charts,
-            f"What {PICTURED} computed": _routing(runs, digits, config.num_layers),
-            "How this was made": pages.join(made),
+            "": _introduction(config, mod, dense),
+            "Results": pages.table(["", *(row["model"] for row in rows)], cells(rows), NOTE),
+            "Loss against training FLOPs": _charts(results),
+            f"What {mod.figures['model']} computed": _routing(mod),
+            "Samples": _samples(rows, config),
+            "How this was made": _making(config, mod.config, dense.config, rows, about),
         },
     )
 
 
-@torch.no_grad()
-def _routing(runs: list[Run], digits: Digits, layers: int) -> Html:
-    """The first test digit of each class, with the layers that each of its rows went through."""
-    model = next(run.model for run in runs if run.name == PICTURED).eval()
-    labels = digits.test_y.tolist()
-    x = digits.test_x[[labels.index(label) for label in sorted(set(labels))]]
-    _, plans = model.encoder.features(x)
-    routed = torch.stack([plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)], -1)  # (B, T, layers)
-    guesses = model(x).argmax(-1).tolist()
-    pictures = [
-        pages.routed_image(f"digit {label}, read as {guess}", image.tolist(), through.tolist())
-        for image, through, label, guess in zip(x, routed, sorted(set(labels)), guesses, strict=True)
-    ]
-    text = (
-        f"The first test digit of each kind. Beside each pixel row: the {layers} layers, from the first at the left; a "
-        "filled square is a layer that computed this row, an outline one that let it pass. The last row is always "
-        f"computed; a quarter of {ROWS} rows is two, so each layer "
-        "adds one other row at most to what the answer knows."
+def _introduction(config: DemoConfig, routed: Result, plain: Result) -> Html:
+    mod, dense = rows = routed.figures, plain.figures
+    ratio = mod["flops_per_token"] / dense["flops_per_token"]
+    layers = ", ".join(map(str, mod["routed_share"]))
+    return pages.join(
+        [
+            pages.paragraph(
+                f"Two byte-level language models, trained on {config.data} with the same FLOPs. {mod['model']} has "
+                f"{routed.config.model.layers} layers; routers let only a small share of the tokens through layers "
+                f"{layers}, and the others pass by and cost almost nothing there. {dense['model']} has "
+                f"{plain.config.model.layers} layers, and every token goes through all of them. A token costs "
+                f"{mod['model']} {ratio:.2f} times as much, so {dense['model']} is trained on "
+                f"{dense['steps'] / mod['steps']:.2f} times as many."
+            ),
+            pages.paragraph(
+                Html(f"<strong>{pages.html(verdict(rows))}.</strong> "),
+                f"That is one seed, two tiny models and minutes of training, measured on {mod['held_out_tokens']:,} "
+                f"tokens of {mod['held_out_documents']} held-out documents. It shows the machinery at work; it is no "
+                "evidence of which design is better at another size, length of training or seed. Nor are equal FLOPs "
+                f"equal time: {mod['train_seconds']:.0f} seconds of training here for {mod['model']}, "
+                f"{dense['train_seconds']:.0f} for {dense['model']}.",
+            ),
+        ]
     )
-    return pages.join([pages.paragraph(text), pages.tiles(pictures)])
+
+
+def _charts(results: Sequence[Result]) -> Html:
+    def tera(points: Sequence[tuple[float, float]], start: float) -> list[tuple[float, float]]:
+        return [(x / 1e12, y) for x, y in points if x >= start]
+
+    def chart(title: str, about: str, start: float) -> Html:
+        lines = {f"{r.figures['model']}, training": tera(smoothed(r.losses), start) for r in results}
+        marks = {f"{r.figures['model']}, held out, causal": tera(r.validation, start) for r in results}
+        return pages.line_chart(title, about, lines, "training TFLOPs", "nats a byte", marks=marks)
+
+    half = results[0].losses[-1][0] / 2
+    said = (
+        f"Lines: training loss (top k), each point the mean of the last {SMOOTHED} steps. Marks: causal loss on "
+        "held-out text, other text than that trained on, so marks and lines are not to be compared with each other."
+    )
+    return pages.row(
+        [
+            chart("The whole training", said, 0.0),
+            chart("Its second half, closer", "The same, from the middle on.", half),
+        ]
+    )
+
+
+def _routing(mod: Result) -> Html:
+    layers = ", ".join(map(str, mod.routed_layers))
+    text = (
+        f"The beginning of a held-out document, {mod.config.model.context} tokens at a time, as the model was trained. "
+        f"A token is a byte. The deeper its colour and the thicker the line below it, the more of the routed layers "
+        f"({layers}) computed it under the causal choice; hovering names them. All other layers compute every token. "
+        "· is a space, ↵ the end of a line."
+    )
+    return pages.join([pages.paragraph(text), routed_text(mod.tokens, mod.through, mod.routed_layers)])
+
+
+def _samples(rows: Sequence[Row], config: DemoConfig) -> Html:
+    text = (
+        f"{SAMPLED} tokens after the prompt {PROMPT!r}, temperature {TEMPERATURE}, seed {config.seed}, routers "
+        "deciding causally. One sample of each, the first that was drawn."
+    )
+
+    def one(row: Row) -> Html:
+        shown = visible(row["sample"], kept=" \n")
+        return pages.join([Html(f"<h3>{pages.html(row['model'])}</h3>"), pages.preformatted(shown)])
+
+    return pages.join([pages.paragraph(text), pages.row([Html(f"<div>{one(row)}</div>") for row in rows])])
+
+
+def _making(
+    config: DemoConfig, mod: TrainConfig, dense: TrainConfig, rows: Sequence[Row], about: dict[str, Any]
+) -> Html:
+    gap = rows[1]["flops"] / rows[0]["flops"] - 1
+    return pages.join(
+        [
+            pages.paragraph("Command: ", pages.code(command(config))),
+            pages.paragraph(
+                "Trained on: ", ", ".join(f"{key} {value or 'unknown'}" for key, value in about.items()), "."
+            ),
+            pages.paragraph(
+                f"Presets {mod.preset} ({mod.model.layers} layers, capacity {mod.model.capacity:g}) and {dense.preset} "
+                f"({dense.model.layers} layers), width {mod.model.dim}, context {mod.model.context}, batches of "
+                f"{mod.batch}. Optimizer {mod.optimizer}, learning rate {mod.lr:g} after {mod.warmup} warm-up steps, "
+                f"{mod.schedule} to {mod.lowest_lr:.0%} of it at each run's last step. FLOPs are those of the matrix "
+                f"products, forward and backward, counted from the configuration; the two runs differ by {gap:+.2%}. "
+                "Seconds are those of this machine, whatever else it was doing; the other figures repeat with the "
+                "seed on the same machine and the same text."
+            ),
+        ]
+    )

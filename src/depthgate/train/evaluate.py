@@ -2,16 +2,17 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthgate.config import EvalConfig
+from depthgate.errors import DepthgateError
 from depthgate.loading import load
 from depthgate.routing import Slots, agreement, routed_share
 from depthgate.train.batches import validation_rows
-from depthgate.train.loop import CACHE, resolve_device
+from depthgate.train.loop import resolve_device
+from depthgate.train.run import cache
 from depthgate.train.shards import everything, tokenize
 
 
@@ -20,7 +21,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     """The figures of one model on one text."""
     device = resolve_device(config.device)
     model = load(config.model).to(device)
-    documents = everything(tokenize(config.data, model.tokenizer, Path(CACHE).expanduser()))
+    documents = everything(tokenize(config.data, model.tokenizer, cache()))
     nats = {True: 0.0, False: 0.0}
     targets = size = 0
     agreed: list[list[float]] = []
@@ -41,6 +42,8 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
                 agreed.append([agreement(plan).item() for plan in slots])
         targets += count
         size += model.tokenizer.bytes_of(wanted[kept].tolist())
+    if not size:
+        raise DepthgateError(f"data {config.data!r} holds {targets} tokens to predict and no byte of text: give more")
     return {
         "model": config.model,
         "data": config.data,

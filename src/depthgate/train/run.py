@@ -1,21 +1,31 @@
 """The folder of a run: what it was asked to do, one row of metrics a step, and its tokenizer."""
 
 import json
+import math
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from depthgate.config import TrainConfig
-from depthgate.errors import DepthgateError
-from depthgate.train import checkpoint
+from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
+from depthgate.train import checkpoint, files
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"
 # What may differ when a run goes on: how long, where and how it is computed, not what.
-_FREE = ("steps", "out", "device", "workers", "checkpoint_every", "keep", "most_bad_steps")
+_FREE = ("steps", "out", "device", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps")
+
+
+def cache() -> Path:
+    """Where token files are kept: depthgate in $XDG_CACHE_HOME, or in .cache of the home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthgate"
+    except RuntimeError:
+        raise DepthgateError("there is no home folder to keep token files in: set HOME or XDG_CACHE_HOME") from None
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
@@ -25,47 +35,95 @@ def plain(config: TrainConfig) -> dict[str, Any]:
 
 @contextmanager
 def opened(config: TrainConfig, resume: bool) -> Iterator[Path]:
-    """The run's folder, held by this process alone: new and empty, or that of the run that goes on."""
+    """The run's folder, held by this process alone: new and empty, or that of the run that goes on. A new run that
+    fails before its first step leaves no trace, so that the same command, mended, can be given again."""
+    if "\0" in config.out:
+        raise InvalidValueError(f"out is {config.out!r}: no folder has such a name; choose another")
     run = Path(config.out)
-    there = run / CONFIG
-    if resume and there.exists():
-        _check_same(plain(config), _read(there), run)
-    elif run.exists() and (not run.is_dir() or any(p for p in run.iterdir() if not p.name.startswith("."))):
-        what = "another run" if there.exists() else "other files"
-        raise DepthgateError(f"out is {run}, which holds {what}: choose another folder, or go on with --resume")
     try:
+        _check_mine(config, resume, run)  # before anything is written
         run.mkdir(parents=True, exist_ok=True)
         with checkpoint.lock(run / ".run.lock"):
-            write_json(there, plain(config))
-            yield run
+            new = _check_mine(config, resume, run)  # once more, now that no other process can come between
+            try:
+                write_json(run / CONFIG, plain(config))
+                yield run
+            except BaseException:
+                if new:
+                    _forget(run)
+                raise
     except OSError as error:
         raise DepthgateError(
             f"cannot write {run} ({error.strerror or error}): choose another folder with --out"
         ) from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _check_mine(config: TrainConfig, resume: bool, run: Path) -> bool:
+    """Whether the run is a new one; an error where the folder is of another, or of something else."""
+    known = (run / CONFIG).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
+    if resume and known:
+        check_same(plain(config), _recorded(run), run)
+    elif run.exists() and (not run.is_dir() or any(p for p in run.iterdir() if not p.name.startswith("."))):
+        what, remedy = ("another run", ", or go on with --resume") if known else ("other files", "")
+        raise DepthgateError(f"out is {run}, which holds {what}: choose another folder{remedy}")
+    return not known
+
+
+def _forget(run: Path) -> None:
+    """Remove what a run that made no step has written."""
+    with suppress(OSError):
+        if checkpoint.steps(run) or ((run / METRICS).exists() and (run / METRICS).stat().st_size):
+            return
+        for name in (CONFIG, METRICS):
+            (run / name).unlink(missing_ok=True)
+        shutil.rmtree(run / TOKENIZER, ignore_errors=True)
+
+
+def _recorded(run: Path) -> dict[str, Any]:
+    """What the run was asked to do; where config.json is damaged or gone, what its newest checkpoint says."""
+    path = run / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DepthgateError(f"cannot read {path} ({error}): the run cannot go on; choose another --out") from error
-    if not isinstance(found, dict):
-        raise DepthgateError(f"{path} holds no configuration: the run cannot go on; choose another --out")
-    return found
+        with path.open("rb") as file:
+            return files.from_json(file.read(files.MAX_JSON), path)
+    except (OSError, DepthgateError) as error:
+        if not checkpoint.steps(run):
+            raise DepthgateError(f"cannot read {path} ({error}): the run cannot go on; choose another --out") from None
+        warnings.warn(f"{error}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=2)
+        return checkpoint.load(run, ()).config
 
 
-def _check_same(asked: dict[str, Any], recorded: dict[str, Any], run: Path) -> None:
+def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> None:
+    """Two configurations of one run, or an error that lists the differences."""
     old, new = _flat(recorded), _flat(asked)
     differ = [
-        f"  {name}: {old.get(name, 'absent')} there, {new.get(name, 'absent')} here"
+        f"  {name}: {_short(old, name)} there, {_short(new, name)} here"
         for name in sorted(old.keys() | new.keys())
         if name not in _FREE and old.get(name) != new.get(name)
     ]
     if differ:
+        more = [f"  and {len(differ) - 12} more"] if len(differ) > 12 else []
         raise DepthgateError(
-            f"{run} was trained with another configuration; go on with the same one, or choose another --out:\n"
-            + "\n".join(differ[:12])
+            f"{where} was trained with another configuration; go on with the same one, or choose another --out:\n"
+            + "\n".join(differ[:12] + more)
         )
+
+
+def _short(config: dict[str, Any], name: str) -> str:
+    text = str(config.get(name, "absent"))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint, if it is one that a run can have: the names and types of `new`, and no odd number."""
+    state = found.state
+    fits = state.keys() == new.keys() and state.get("step") == found.step
+    for name, value in new.items() if fits else ():
+        number = isinstance(value, int | float)
+        fits = fits and type(state[name]) is type(value)
+        fits = fits and (not number or (math.isfinite(state[name]) and state[name] >= 0))
+    if not fits:
+        raise files.damaged(found.path / "state.json", "is not the state of a run")
+    return dict(state)
 
 
 def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -75,14 +133,23 @@ def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
     return out
 
 
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file so that it is there whole or not at all."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write plain data so that the file is there whole or not at all."""
+    _replace(path, json.dumps(value, indent=1))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Who calls holds the run, so one temporary name will do."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class Metrics:
@@ -91,21 +158,22 @@ class Metrics:
     def __init__(self, run: Path, last: int) -> None:
         """Rows after step `last` are of steps that will be done again: they go, and so does a row cut short."""
         self.path = run / METRICS
-        kept = [line for line in self._lines() if self._step(line) <= last]
-        temporary = self.path.with_name(f".{METRICS}")
-        temporary.write_text("".join(kept), encoding="utf-8")
-        os.replace(temporary, self.path)
+        _replace(self.path, "".join(line for line in self._lines() if self._step(line) <= last))
         self.file = self.path.open("a", encoding="utf-8")
 
     def _lines(self) -> list[str]:
-        return self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
+        if not self.path.exists():
+            return []
+        with self.path.open(encoding="utf-8", errors="replace") as file:
+            return list(file)
 
     @staticmethod
     def _step(line: str) -> float:
         try:
-            return int(json.loads(line)["step"]) if line.endswith("\n") else float("inf")
-        except (ValueError, KeyError, TypeError):
-            return float("inf")
+            step = json.loads(line)["step"] if line.endswith("\n") else None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            step = None
+        return step if type(step) is int else math.inf
 
     def add(self, row: dict[str, Any]) -> None:
         self.file.write(json.dumps(row) + "\n")

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from depthgate.errors import DepthgateError, InvalidValueError, check_count, check_probability
+from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_count, check_probability
 from depthgate.train.text import describe, documents, fingerprint
 from depthgate.train.tokenizer import TextTokenizer
 
@@ -160,7 +160,7 @@ def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
     the tokens (or into 4096, or a tenth if that is less). Where none fits, hold out the end of the last document."""
     total = len(file)
     if total < 4:
-        raise DepthgateError(f"{file.path} has {total} tokens: too few to train on some and hold out others")
+        raise DepthgateError(f"the data has {total} tokens: too few to train on some and hold out others")
     room = max(int(total * share), min(total // 10, 4096), 2)
     starts, stops = file.offsets[:-1], file.offsets[1:]
     lengths = (stops - starts).tolist()
@@ -194,13 +194,13 @@ def tokenize(data: str, tokenizer: TextTokenizer, cache_dir: str | Path, verify:
                 raise DepthgateError(f"token file {path} is of another tokenizer")
             return found
         except DepthgateError as error:
-            warnings.warn(f"{error}; making it again", stacklevel=2)
+            warnings.warn(f"{error}; making it again", DepthgateWarning, stacklevel=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, documents(data), tokenizer, describe(data))
     except OSError as error:
         raise DepthgateError(
-            f"the token cache {path} cannot be written: {error.strerror}; name another folder"
+            f"the token cache {path} cannot be written: {error.strerror}; name another folder in XDG_CACHE_HOME"
         ) from None
     return TokenFile(path, verify=False)
 

@@ -35,15 +35,15 @@ _DATASET = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 
 
 def documents(data: str) -> Iterator[str]:
-    """The documents of `data` in a fixed order, none of them empty; an error where there is none at all."""
-    empty = True
+    """The documents of `data` in a fixed order, none of them empty; an error where all of them are blank."""
+    blank = True
     name = _dataset_name(data)
     texts = _dataset(name) if name else (text for path in source_files(data) for text in _file_documents(path))
     for text in texts:
         if text:
-            empty = False
+            blank = blank and text.isspace()
             yield text
-    if empty:
+    if blank:
         raise DepthgateError(f"data {data!r} holds no text: give a file with at least one document")
 
 

@@ -17,6 +17,8 @@ from depthgate.errors import DepthgateError, check_count
 
 END = "<|endoftext|>"
 _PIECE = 2**20  # characters encoded at a time, as `tokenizers` takes some 100 bytes of memory for each
+MOST_IDS = 2**24
+_LARGEST = 2**27  # bytes of a tokenizer.json
 _TRAINED_ON = 2**26  # characters a BPE is trained on: more would change few of its merges, and take minutes
 
 
@@ -101,13 +103,7 @@ class HFTokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HFTokenizer":
         """From tokenizer.json, and the end token named by tokenizer_config.json or special_tokens_map.json."""
-        path = Path(folder, "tokenizer.json")
-        if not path.is_file():
-            raise DepthgateError(f"{folder} is not a tokenizer folder: it has no tokenizer.json")
-        try:
-            inner = Tokenizer.from_file(str(path))
-        except Exception as error:  # `tokenizers` raises plain Exception
-            raise DepthgateError(f"{path} is not a tokenizer: {error}") from None
+        inner = _read_tokenizer(Path(folder, "tokenizer.json"))
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             end = _read_json(Path(folder, name)).get("eos_token")
             end = end.get("content") if isinstance(end, dict) else end
@@ -153,8 +149,11 @@ class HFTokenizer:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             for name, content in files.items():  # tokenizer.json last and whole: where it is, all is there
-                temporary = Path(folder, f".tmp-{name}-{os.getpid()}")
-                temporary.write_text(content + "\n", encoding="utf-8")
+                temporary = Path(folder, f".tmp-{name}")
+                with temporary.open("w", encoding="utf-8") as file:
+                    file.write(content + "\n")
+                    file.flush()
+                    os.fsync(file.fileno())  # a model without its tokenizer is of no use after a power cut
                 temporary.replace(Path(folder, name))
         except OSError as error:
             raise DepthgateError(f"the tokenizer cannot be written to {folder}: {error.strerror}") from None
@@ -187,6 +186,47 @@ def load_tokenizer(folder: str | Path) -> TextTokenizer:
     if found.inner.get_vocab() == as_bytes and found.end == 256 and not found.inner.normalizer:
         return ByteTokenizer()
     return found
+
+
+def folder_hash(folder: str | Path) -> str:
+    """A hash of a tokenizer's files, by which a checkpoint knows its own."""
+    names = ("tokenizer.json", "tokenizer_config.json")
+    return hashlib.sha256(b"".join(hashlib.sha256(_read(Path(folder, n))).digest() for n in names)).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a plain file of a size that a tokenizer's can have."""
+    try:
+        if not path.is_file():
+            raise DepthgateError(f"{path.parent} is not a tokenizer folder: it has no {path.name}")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST + 1)
+    except OSError as error:
+        raise DepthgateError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > _LARGEST:
+        raise DepthgateError(f"{path} is not a tokenizer: it has more than {_LARGEST} bytes")
+    return content
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    """`tokenizers` makes room for the largest id it reads and ends the process where there is none: ids come first."""
+    try:
+        text = _read(path).decode()
+        ids = _ids(json.loads(text))
+        if not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
+            raise ValueError(f"it has ids that are no whole numbers from 0 to {MOST_IDS - 1}")
+        return Tokenizer.from_str(text)
+    except (DepthgateError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # `tokenizers` raises plain Exception, and in a panic not even that
+        raise DepthgateError(f"{path} is not a tokenizer: {str(error)[:200]}") from None
+
+
+def _ids(found: Any) -> Iterator[Any]:
+    """Every id that a tokenizer.json names; a vocabulary that is a list has them by place."""
+    vocab = found["model"]["vocab"]
+    yield from vocab.values() if isinstance(vocab, dict) else ()
+    yield from (token["id"] for token in found.get("added_tokens") or ())
 
 
 def _byte_level(vocab: dict[str, int]) -> Tokenizer:
@@ -253,7 +293,7 @@ def _checked(ids: Iterable[int], vocab: int) -> Iterator[int]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        found = json.loads(_read(path)) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise DepthgateError(f"{path} cannot be read: {error}") from None
     return found if isinstance(found, dict) else {}

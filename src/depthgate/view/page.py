@@ -20,30 +20,37 @@ _DASHES = ("none", "9 4", "2 3", "9 4 2 4", "5 3", "12 3 2 3 2 3")
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1c2024; --quiet: #5a626b; --page: #fff; --line: #c9ced4; --band: #f3f5f7;
+  --ink: 31 95 191; --deepest: .6;
   --c0: #1f5fbf; --c1: #b4480f; --c2: #187a4b; --c3: #9a2f86; --c4: #7a6200; --c5: #0f7283; }
 @media (prefers-color-scheme: dark) {
   :root { --text: #e6e8ea; --quiet: #a3abb3; --page: #15181b; --line: #454c53; --band: #1f2429;
+    --ink: 127 176 255; --deepest: .5;
     --c0: #7fb0ff; --c1: #ff9f66; --c2: #63d19a; --c3: #ee90da; --c4: #e0c14a; --c5: #5fcbe0; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1200px; padding: 1.25rem 1rem 3rem; color: var(--text); background: var(--page);
   font: 16px/1.55 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin-top: 2.2rem; }
+h3 { font-size: 1rem; margin: 0; }
 p, figcaption { max-width: 75ch; } figcaption { color: var(--quiet); font-size: .9rem; margin-top: .5rem; }
 code { font-size: .9em; overflow-wrap: anywhere; background: var(--band); padding: .1em .3em; border-radius: 3px; }
 .wide { overflow-x: auto; } .wide:focus-visible { outline: 2px solid var(--c0); }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-thead th { white-space: normal; }
+th { white-space: normal; }
 th:first-child, td:first-child { text-align: left; } thead th { vertical-align: bottom; background: var(--band); }
 figure { margin: 0; min-width: 0; } figure svg { width: 100%; height: auto; max-width: 580px; display: block; }
 figcaption strong { color: var(--text); }
 .row { display: grid; gap: 1.5rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
-.tiles { display: grid; gap: 1.2rem; grid-template-columns: repeat(auto-fill, minmax(150px, 1fr)); }
-.tiles svg { max-width: 190px; }
+pre { font: .85rem/1.75 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere; background: var(--band); border-radius: 4px; padding: .8rem 1rem; margin: .8rem 0; }
+.token { background: rgb(var(--ink) / calc(var(--share) * var(--deepest))); padding-bottom: .1em;
+  border-bottom: calc(var(--share) * .28em) solid var(--c0); }
+.sign { color: var(--quiet); }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: .2rem 1.2rem; margin: .3rem 0 0; padding: 0;
   font-size: .9rem; }
-.legend svg { display: inline-block; width: 36px; height: 10px; margin-right: .4rem; }
+.legend svg { display: inline-block; width: 36px; height: 12px; margin-right: .4rem; }
 svg text { fill: var(--text); font: 14px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+.mark { stroke: var(--page); stroke-width: 1; }
 .grid { stroke: var(--line); stroke-width: 1; } .series { fill: none; stroke-width: 2.5; stroke-linejoin: round; }
 """
 
@@ -74,14 +81,14 @@ def code(text: object) -> Html:
     return Html(f"<code>{html(text)}</code>")
 
 
+def preformatted(*parts: object) -> Html:
+    """Text whose spaces and ends of lines are kept; long lines wrap."""
+    return Html(f"<pre>{''.join(html(part) for part in parts)}</pre>")
+
+
 def row(parts: Sequence[object]) -> Html:
     """Figures side by side where the window is wide enough."""
     return Html(f'<div class="row">{join(parts)}</div>')
-
-
-def tiles(parts: Sequence[object]) -> Html:
-    """Small figures, as many side by side as fit."""
-    return Html(f'<div class="tiles">{join(parts)}</div>')
 
 
 def page(title: str, sections: Mapping[str, object]) -> Html:
@@ -122,14 +129,17 @@ def line_chart(
     y_label: str,
     *,
     log_y: bool = False,
+    marks: Mapping[str, Points] | None = None,
 ) -> Html:
-    """One line for each series (name -> points), with axes, ticks and a legend.
+    """One line for each series (name -> points), with axes, ticks and a legend. `marks` are drawn as single points:
+    their first series in the colour of the first line, and so on.
 
     `description` is the figure's caption, and what a screen reader says. Points that cannot be drawn (not finite, or
     not above 0 on a log axis) leave a gap.
     """
     lines = {name: _drawable(points, log_y) for name, points in series.items()}
-    drawn = [point for pieces in lines.values() for piece in pieces for point in piece]
+    dots = {name: _drawable(points, log_y) for name, points in (marks or {}).items()}
+    drawn = [point for pieces in (*lines.values(), *dots.values()) for piece in pieces for point in piece]
     x_ticks = linear_ticks([x for x, _ in drawn])
     y_ticks = log_ticks([y for _, y in drawn]) if log_y else linear_ticks([y for _, y in drawn])
 
@@ -161,9 +171,13 @@ def line_chart(
                 parts.append(f'<circle cx="{cx}" cy="{cy}" r="4" fill="{_colour(number)}"/>')
             else:
                 parts.append(f'<polyline class="series" {_stroke(number)} points="{" ".join(at)}"/>')
+    for number, pieces in enumerate(dots.values()):
+        parts += [_mark(number, across(x), down(y), f"{x:.4g}, {y:.4g}") for piece in pieces for x, y in piece]
+    keys = [_key(f'<line class="series" x1="0" x2="36" y1="6" y2="6" {_stroke(n)}/>', s) for n, s in enumerate(lines)]
+    keys += [_key(_mark(number, 18, 6, ""), name) for number, name in enumerate(dots)]
     return Html(
         f'<figure>{svg(title, description, WIDTH, HEIGHT, parts)}\n<ul class="legend">'
-        f"{''.join(_legend(number, name) for number, name in enumerate(series))}</ul>\n"
+        f"{''.join(keys)}</ul>\n"
         f"<figcaption><strong>{html(title)}.</strong> {html(description)}</figcaption></figure>"
     )
 
@@ -174,26 +188,6 @@ def svg(title: str, description: str, width: float, height: float, parts: Sequen
         f'<svg role="img" viewBox="0 0 {width:g} {height:g}"><title>{html(title)}</title>'
         f"<desc>{html(description)}</desc>\n{chr(10).join(parts)}\n</svg>"
     )
-
-
-def routed_image(title: str, image: Sequence[Sequence[float]], through: Sequence[Sequence[bool]]) -> Html:
-    """Rows of pixels in [0, 1], and beside each row a square for every layer: filled where `through` has it routed."""
-    size, gap = 14, 12
-    left, height = size * len(image[0]) + gap, size * len(image)
-    parts = [f'<rect width="{left - gap}" height="{height}" fill="none" stroke="var(--line)"/>']
-    for y, (pixels, layers) in enumerate(zip(image, through, strict=True)):
-        for x, ink in enumerate(pixels):
-            at = f'x="{size * x}" y="{size * y}" width="{size}" height="{size}"'
-            parts.append(f'<rect {at} fill="var(--text)" fill-opacity="{ink:.2f}"/>')
-        for x, routed in enumerate(layers):
-            at = f'x="{left + size * x + 2}" y="{size * y + 2}" width="{size - 4}" height="{size - 4}"'
-            parts.append(f'<rect {at} fill="{"var(--c0)" if routed else "none"}" stroke="var(--c0)"/>')
-    said = "; ".join(
-        f"row {y}: layers {', '.join(str(n) for n, routed in enumerate(layers, 1) if routed) or 'none'}"
-        for y, layers in enumerate(through, 1)
-    )
-    drawing = svg(title, said, left + size * len(through[0]), height, parts)
-    return Html(f"<figure>{drawing}<figcaption>{html(title)}</figcaption></figure>")
 
 
 def linear_ticks(values: Sequence[float]) -> list[float]:
@@ -230,6 +224,14 @@ def _stroke(number: int) -> str:
     return f'stroke="{_colour(number)}" stroke-dasharray="{_DASHES[number % len(_DASHES)]}"'
 
 
-def _legend(number: int, name: str) -> str:
-    line = f'<line class="series" x1="0" x2="36" y1="5" y2="5" {_stroke(number)}/>'
-    return f'<li><svg viewBox="0 0 36 10" aria-hidden="true">{line}</svg>{html(name)}</li>'
+def _mark(number: int, x: float, y: float, says: str) -> str:
+    """A point that stands out from the lines; marks differ in shape as well."""
+    title = f"<title>{html(says)}</title>" if says else ""
+    look = f'class="mark" fill="{_colour(number)}"'
+    if number % 2:
+        return f'<rect {look} x="{x - 4:.1f}" y="{y - 4:.1f}" width="8" height="8">{title}</rect>'
+    return f'<circle {look} cx="{x:.1f}" cy="{y:.1f}" r="4.5">{title}</circle>'
+
+
+def _key(drawing: str, name: str) -> str:
+    return f'<li><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html(name)}</li>'

@@ -1,0 +1,65 @@
+"""stderr, stdout and warnings of the command line, so that a reader who leaves or a full disk harms no run."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from depthgate.errors import DepthgateWarning
+
+
+class _Log:
+    """stderr; what cannot be written there is lost, and the run goes on."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+        except OSError:
+            silence(self.stream)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self.stream.flush()
+        except OSError:
+            silence(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def silence(stream: Any) -> None:
+    """Send what a stream still holds to nowhere, so that the end of the process does not fail on it."""
+    with suppress(OSError, ValueError, AttributeError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Streams that are safe to write to, and short warnings."""
+    while (free := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # a stream was closed: no file of ours may get its number, and with it what is printed there
+    os.close(free)
+    log, usual = sys.stderr, warnings.formatwarning
+
+    def short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
+        if issubclass(category, DepthgateWarning):
+            return f"depthgate: warning: {message}\n"
+        return usual(message, category, filename, lineno, line)
+
+    sys.stderr, warnings.formatwarning = _Log(log or open(os.devnull, "w")), short  # noqa: SIM115
+    try:
+        yield
+    finally:
+        try:
+            print(end="", flush=True)  # now, and not when the interpreter ends, which cannot say what failed
+        except OSError:
+            silence(sys.stdout)
+        sys.stderr, warnings.formatwarning = log, usual
