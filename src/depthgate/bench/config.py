@@ -70,7 +70,7 @@ class BenchTrainConfig:
         cuda_graph: on cuda, replay the whole step as a CUDA graph
         steps: timed steps
         rounds: how often every model is built and timed; medians are reported
-        llama: also time Hugging Face's LlamaForCausalLM of the dense shape, compiled
+        llama: widths at which to time Hugging Face's LlamaForCausalLM of the dense shape as well
         seed: seed of weights and data
     """
 
@@ -88,11 +88,11 @@ class BenchTrainConfig:
     cuda_graph: bool = True
     steps: int = 20
     rounds: int = 2
-    llama: bool = False
+    llama: str | int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for width in self.widths:
+        for width in [*self.widths, *self.llama_widths]:
             check_count(width, "dims", minimum=128)
             check_divides(128, width, "the head size", "dims")
         for name in ("layers", "seq", "batch", "vocab", "documents", "steps", "rounds"):
@@ -108,6 +108,11 @@ class BenchTrainConfig:
     def widths(self) -> list[int]:
         """`dims` as numbers."""
         return _widths(self.dims)
+
+    @property
+    def llama_widths(self) -> list[int]:
+        """`llama` as numbers."""
+        return [] if self.llama is None else _widths(self.llama)
 
 
 def _widths(dims: str | int) -> list[int]:

@@ -34,10 +34,11 @@ from depthgate.train.progress import matmul_rate
 from depthgate.train.step import Figures, Step
 
 _LLAMA = "Llama, transformers"
+_PATTERNS = {"dense": "dense", "MoD": "dense,mod", _LLAMA: "dense"}
 _BATCHES = 4
 _PART = 2**26  # tokens times width that are computed at once
 _CHECKED = 2  # steps
-_ROWS = 4  # computed at once by the plain step
+_ROWS = 8  # computed at once by the plain step
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
@@ -170,34 +171,33 @@ def _timed(
     return {"ms": 1000 * median(seconds), "spread": max(seconds) / min(seconds) - 1, "memory_mib": memory}
 
 
-def _width(dim: int, config: BenchTrainConfig, ceiling: float) -> list[dict[str, Any]]:
-    batches = _batches(config)
-    tokens = config.batch * config.seq
-    shapes = {"dense": _model(dim, config, "dense"), "MoD": _model(dim, config, "dense,mod")}
-    rows = []
-    for name, model in [*shapes.items(), *([(_LLAMA, shapes["dense"])] if config.llama else [])]:
-        _say(f"width {dim}: {name}")
-        if config.compile:
-            torch.compiler.reset()
-        flops = training_flops(model) * tokens
-        row: dict[str, Any] = {"dim": dim, "model": name, "parameters": parameters(model), "flops": flops}
-        training = _training(model, config)
-        if name == _LLAMA:
-            row |= _timed(partial(LlamaStep, training), None, config, batches)
-        else:
-            row |= _timed(partial(_step, training), _plain_figures(training, batches), config, batches)
-        if "error" not in row:
-            row["tokens_per_second"] = 1000 * tokens / row["ms"]
-            row["tflop_per_s"] = flops / row["ms"] / 1e9
-            row["of_ceiling"] = 1000 * flops / row["ms"] / ceiling
-        rows.append(row)
-        _free(config.device)
-    dense = rows[0]
-    for row in rows:
-        if "error" not in row and "error" not in dense:
-            row["time_ratio"], row["flop_ratio"] = row["ms"] / dense["ms"], row["flops"] / dense["flops"]
-            row["time_over_flops"] = row["time_ratio"] / row["flop_ratio"]
-    return rows
+def _row(dim: int, name: str, config: BenchTrainConfig, ceiling: float) -> dict[str, Any]:
+    """One model of one width."""
+    _say(f"width {dim}: {name}")
+    if config.compile:
+        torch.compiler.reset()
+    model = _model(dim, config, _PATTERNS[name])
+    training, batches, tokens = _training(model, config), _batches(config), config.batch * config.seq
+    flops = training_flops(model) * tokens
+    row: dict[str, Any] = {"dim": dim, "model": name, "parameters": parameters(model), "flops": flops}
+    if name == _LLAMA:
+        row |= _timed(partial(LlamaStep, training), None, config, batches)
+    else:
+        row |= _timed(partial(_step, training), _plain_figures(training, batches), config, batches)
+    if "error" not in row:
+        row["tokens_per_second"] = 1000 * tokens / row["ms"]
+        row["tflop_per_s"] = flops / row["ms"] / 1e9
+        row["of_ceiling"] = 1000 * flops / row["ms"] / ceiling
+    _free(config.device)
+    return row
+
+
+def _with_ratios(row: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
+    """A row beside that of the dense model of its width; both must have been right."""
+    if "error" not in row and "error" not in dense:
+        row["time_ratio"], row["flop_ratio"] = row["ms"] / dense["ms"], row["flops"] / dense["flops"]
+        row["time_over_flops"] = row["time_ratio"] / row["flop_ratio"]
+    return row
 
 
 def run(config: BenchTrainConfig, as_json: bool) -> None:
@@ -205,7 +205,12 @@ def run(config: BenchTrainConfig, as_json: bool) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DepthgateError("device is 'cuda', but no CUDA device is available: use --device cpu")
     ceiling = matmul_rate(config.device, getattr(torch, config.dtype))
-    rows = [row for dim in config.widths for row in _width(dim, config, ceiling)]
+    cases = [(dim, name) for dim in config.widths for name in ("dense", "MoD")]
+    rows: list[dict[str, Any]] = []
+    for dim, name in [*cases, *((dim, _LLAMA) for dim in config.llama_widths)]:
+        row = _row(dim, name, config, ceiling)
+        rows.append(_with_ratios(row, next((r for r in rows if r["dim"] == dim), row)))
+        _say(json.dumps(row))  # a long run that is cut short has not been for nothing
     about = {**machine(config.device), "matmul_tflop_per_s": ceiling / 1e12}
     if as_json:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
