@@ -115,7 +115,8 @@ def test_bad_yaml_is_refused_and_never_run(tmp_path, text, says, capsys, monkeyp
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"\0\1\2\xff", b"\x80\x04\x95"])
 def test_binary_yaml_is_refused(tmp_path, content, capsys):
     (tmp_path / "a.yaml").write_bytes(content)
-    assert "not yaml text" in refused([*BASE, f"--config={tmp_path / 'a.yaml'}"], capsys)
+    for option in ("--config", "--model"):
+        assert "not yaml text" in refused([*BASE, f"{option}={tmp_path / 'a.yaml'}"], capsys)
 
 
 def test_yaml_that_is_not_there(tmp_path, capsys):

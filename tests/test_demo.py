@@ -16,10 +16,12 @@ import torch
 
 import depthgate as dg
 from depthgate.cli import main
-from depthgate.config import DemoConfig
+from depthgate.config import DemoConfig, EvalConfig
 from depthgate.demo import measure, report, runs
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots
+from depthgate.train.batches import windows
+from depthgate.train.evaluate import evaluate
 from depthgate.view import page as pages
 from depthgate.view.tokens import routed_text, visible
 
@@ -162,6 +164,23 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
         for i, plan in enumerate(model(rows.tokens, rows.pos, rows.doc, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
     assert 768 < check(routed_text(*measure.routed(model, rows), measure.routed_layers(model))) < 3 * 768
+
+
+def test_losses_are_those_of_eval(home: Path, finished: Path, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    model = dg.load(finished / "mod")
+    config = runs.twins(DemoConfig(out=str(finished), data=str(home / "<i>&.jsonl"), steps=STEPS))["tiny-mod"]
+    documents = measure.held_out(config, model)
+    with (tmp_path / "held.jsonl").open("w") as file:
+        for start, stop in pairwise(documents.bounds.tolist()):
+            ids = windows(documents, [start], stop - start).tokens[0, :-1].tolist()
+            file.write(json.dumps({"text": model.tokenizer.decode(ids)}) + "\n")
+    found = evaluate(EvalConfig(str(finished / "mod"), str(tmp_path / "held.jsonl"), device="cpu"))
+    causal, top_k = (measure.loss(model, documents, choice) for choice in (True, False))
+    assert causal.tokens == found["tokens"]
+    assert causal.bits_per_byte == pytest.approx(found["bits_per_byte"], rel=1e-5)
+    assert top_k.bits_per_byte == pytest.approx(found["bits_per_byte_top_k"], rel=1e-5)
+    assert causal.bits_per_byte != top_k.bits_per_byte
 
 
 def test_the_page_takes_no_side() -> None:

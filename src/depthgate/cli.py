@@ -160,10 +160,10 @@ def _preset_of(argv: Sequence[str]) -> str:
         value = value if given else "".join(argv[i + 1 : i + 2])
         if name == "--preset":
             found = value
-        elif name == "--config":
+        elif name == "--config" or (name == "--model" and argv[0] == "train"):  # both may name a yaml file
             with suppress(OSError, yaml.YAMLError):  # the parser will say what is wrong
                 loaded = _read_yaml(value)
-                named = loaded.get("preset") if isinstance(loaded, dict) else None
+                named = loaded.get("preset") if name == "--config" and isinstance(loaded, dict) else None
                 found = named if isinstance(named, str) else found
     return found
 

@@ -104,6 +104,8 @@ class ModelConfig:
         check_choice(self.gate, "gate", GATE_NAMES)
         check_choice(self.rule, "rule", RULE_NAMES)
         check_positive(self.rope_base, "rope_base")
+        if not isinstance(self.pattern, str):
+            raise InvalidValueError(f"pattern is {self.pattern!r}: it must be kinds of layers, as dense,mod")
         for kind in self.pattern.split(","):
             if kind in ("soft_moe", "soft"):
                 raise InvalidValueError(
@@ -148,7 +150,7 @@ class TrainConfig:
         clip: largest norm of all gradients
         rule_loss: weight of the loss that trains the causal rule
         balance_loss: weight of the loss that spreads tokens over experts
-        z_loss: weight of the loss that keeps router logits small
+        z_loss: weight of the loss that keeps the logits of experts small
         capacity_steps: steps over which the capacity falls from 1 to that of the model
         dtype: float32, or bfloat16: products in bfloat16, weights in float32
         compile: compile the layers with torch.compile
@@ -260,7 +262,7 @@ class DemoConfig:
     """
 
     out: str = "runs/demo"
-    steps: int = 400
+    steps: int = 250
     data: str = "stdlib"
     seed: int = 0
 

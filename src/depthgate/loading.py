@@ -15,7 +15,7 @@ from depthgate.model import Decoder
 from depthgate.train import checkpoint
 from depthgate.train.files import damaged
 from depthgate.train.manifest import MANIFEST
-from depthgate.train.run import TOKENIZER
+from depthgate.train.run import TOKENIZER, check_fit
 from depthgate.train.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 
 
@@ -31,11 +31,7 @@ def load(path: str | Path) -> LoadedDecoder:
     found, home = _newest(Path(path))
     config, weights = model_config(found.config, found.path), found.tensors["model"]
     _check_size(config, weights, found.path)  # before anything is allocated
-    tokenizer = _tokenizer(home / TOKENIZER, found)
-    if tokenizer.vocab != config.vocab:
-        raise DepthgateError(
-            f"{home / TOKENIZER} has {tokenizer.vocab} tokens, the model {config.vocab}: one is of another run"
-        )
+    tokenizer = _tokenizer(home / TOKENIZER, config.vocab, found.state.get("tokenizer"))
     model = LoadedDecoder(config)
     check_fit(weights, model.state_dict(), found.path)
     if config.tied and not torch.equal(weights["embed.weight"], weights["head.weight"]):
@@ -82,22 +78,11 @@ def _check_size(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) 
         raise damaged(path / "config.json", "names another model than the weights are of")
 
 
-def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
-    """Tensors must have the names, shapes and dtypes of those they replace, and be finite."""
-    if odd := sorted(found.keys() ^ wanted.keys()):
-        what = "lacks" if odd[0] in wanted else "has the unknown"
-        raise damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
-    for name, tensor in found.items():
-        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype):
-            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            raise damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise damaged(path, f"has numbers in {name} that are not finite")
-
-
-def _tokenizer(folder: Path, found: checkpoint.Checkpoint) -> TextTokenizer:
-    """The run's tokenizer, which lies beside its checkpoints; these hold its hash."""
-    tokenizer, wanted = load_tokenizer(folder), found.state.get("tokenizer")
-    if wanted is not None and wanted != folder_hash(folder):
+def _tokenizer(folder: Path, vocab: int, known: Any) -> TextTokenizer:
+    """The run's tokenizer, which lies beside its checkpoints; these know its hash."""
+    tokenizer = load_tokenizer(folder)
+    if tokenizer.vocab != vocab:
+        raise DepthgateError(f"{folder} has {tokenizer.vocab} tokens, the model {vocab}: one is of another run")
+    if known is not None and known != folder_hash(folder):
         raise damaged(folder, "is not the tokenizer that the model was trained with")
     return tokenizer

@@ -49,8 +49,12 @@ def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **kw
     """x and what each layer adds to it: the one place where residuals are added."""
     plans: Plans = ()
     for layer, cache in zip(layers, caches, strict=True):
-        update, more = layer(x, cache=cache, **kwargs)
-        x, plans = x + update, plans + more
+        if isinstance(layer, MoD):
+            x, more = layer.into(x, cache=cache, **kwargs)
+        else:
+            update, more = layer(x, cache=cache, **kwargs)
+            x = x + update
+        plans += more
     return x, plans
 
 

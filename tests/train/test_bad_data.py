@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from depthgate.cli import main
 from depthgate.train import checkpoint
@@ -110,6 +111,13 @@ def test_a_damaged_tokenizer_folder_is_refused(tmp_path, good, damage, says, cap
     assert says in capsys.readouterr().err
     ByteTokenizer().save(folder)
     assert train(tmp_path / "a", good, 3, f"--tokenizer={folder}") == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(tmp_path, good, capsys):
+    assert train(tmp_path / "a", good, 3, "--device=cuda") == 2
+    assert "no CUDA device is available: use --device cpu" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_vocabulary_that_does_not_match_is_refused(tmp_path, good, capsys):

@@ -75,12 +75,18 @@ def equal(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("change", POISON.values(), ids=POISON.keys())
-@pytest.mark.parametrize("options", [[], ["--model.rule=threshold", "--optimizer=muon"]], ids=["adamw", "muon"])
-def test_one_bad_step_is_skipped_and_the_next_is_made(tmp_path, data, change, options, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, []) for kind in POISON),
+        ("NaN loss", ["--model.rule=threshold", "--optimizer=muon"]),
+        ("infinite norm of finite gradients", ["--model.rule=threshold", "--optimizer=muon"]),
+    ],
+)
+def test_one_bad_step_is_skipped_and_the_next_is_made(tmp_path, data, kind, options, monkeypatch):
     every = ["--checkpoint_every=1", "--keep=20", *options]
     with monkeypatch.context() as patch:
-        poison(patch, change, 4, 4)
+        poison(patch, POISON[kind], 4, 4)
         assert train(tmp_path / "a", data, 7, *every) == 0
     saved = [checkpoint.read_folder(tmp_path / "a" / f"step-{step}") for step in range(1, 8)]
     for group in ("model", "optimizer"):  # exactly one skip: steps 3 and 4 are equal, and no other neighbours are
@@ -123,3 +129,12 @@ def test_a_weight_that_is_not_a_number_is_named(tmp_path, data, part, monkeypatc
     assert part in errors.split("is not finite is")[1]
     assert checkpoint.load(tmp_path / "a").step == 5
     assert dg.load(tmp_path / "a")  # which refuses numbers that are not finite
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, data, every, capsys):
+    """A rate that is too large makes them from finite gradients; older checkpoints must not make room for them."""
+    assert train(tmp_path / "a", data, 30, "--lr=1e38", "--warmup=0", f"--checkpoint_every={every}") == 2
+    assert "not finite" in capsys.readouterr().err
+    for step in checkpoint.steps(tmp_path / "a"):
+        assert finite(checkpoint.read_folder(tmp_path / "a" / f"step-{step}"))

@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from depthgate.errors import DepthgateError
-from depthgate.train import checkpoint, run
+from depthgate.train import checkpoint, files, run
 from tests.train.test_checkpoint import ALL_FILES, flip, forge
 from tests.train.tiny import rows, same, train, write_data
 
@@ -139,6 +140,15 @@ def test_what_the_run_was_asked_to_do_is_also_in_its_checkpoints(home, tmp_path,
     assert json.loads((tmp_path / "run" / "config.json").read_text())["steps"] == 12
 
 
+def test_a_lost_configuration_of_a_run_with_its_own_tokenizer(home, tmp_path):
+    options = ["--tokenizer=bpe", "--vocab=270"]
+    assert train(tmp_path / "bpe", home / "text.jsonl", 5, *options) == 0
+    (tmp_path / "bpe" / "config.json").unlink()
+    with pytest.warns(UserWarning, match=r"config.json"):
+        assert train(tmp_path / "bpe", home / "text.jsonl", 7, *options, "--resume") == 0
+    assert checkpoint.steps(tmp_path / "bpe") == [5, 7]
+
+
 def test_a_run_that_saved_nothing_and_lost_its_configuration_is_refused(home, tmp_path, capsys):
     for step in ("step-5", "step-10"):
         shutil.rmtree(tmp_path / "run" / step)
@@ -226,4 +236,80 @@ def test_a_forged_state_is_refused(state):
 
 def test_a_good_state_is_taken():
     state = {"step": 10, "tokens": 1, "flops": 0.5, "data": "x"}
-    assert run.check_state(checkpoint.Checkpoint(Path("run/step-10"), 10, {}, state, {}), NEW) == state
+    run.check_state(checkpoint.Checkpoint(Path("run/step-10"), 10, {}, state, {}), NEW)
+
+
+def change(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def remove(path: Path, *names: str) -> None:
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in body.items() if name not in names}))
+
+
+def tensors(path: Path, change) -> None:
+    """Write a safetensors file again, with other tensors."""
+    with open(path, "rb") as file:
+        reader = files.Reader(file.fileno(), path, path.stat().st_size)
+        found = reader.tensors()
+    change(found)
+    path.unlink()
+    files.write(path, files.pack(found, "forged"))
+
+
+FORGED = {
+    "a state without a step": lambda f: remove(f / "state.json", "step"),
+    "a step in words": lambda f: change(f / "state.json", step="ten"),
+    "a step before the first": lambda f: change(f / "state.json", step=-1),
+    "tokens that are no number": lambda f: change(f / "state.json", tokens=float("nan")),
+    "sequences in part": lambda f: change(f / "state.json", sequences=1.5),
+    "the configuration of another run": lambda f: change(f / "config.json", seed=7),
+    "no configuration": lambda f: (f / "config.json").write_text("{}"),
+    "no optimizer": lambda f: ((f / "optimizer.safetensors").unlink(), unlisted(f, "optimizer.safetensors")),
+    "no random numbers": lambda f: ((f / "rng.safetensors").unlink(), unlisted(f, "rng.safetensors")),
+    "random numbers of another kind": lambda f: tensors(f / "rng.safetensors", lambda t: t.update(cpu=torch.ones(3))),
+    "too few random numbers": lambda f: tensors(f / "rng.safetensors", lambda t: t.update(cpu=t["cpu"][:9])),
+    "no random numbers inside": lambda f: tensors(f / "rng.safetensors", lambda t: t.clear()),
+    "a weight less": lambda f: tensors(f / "model.safetensors", lambda t: t.pop("norm.weight")),
+    "a weight more": lambda f: tensors(f / "model.safetensors", lambda t: t.update(x=torch.ones(1))),
+    "a weight of another shape": lambda f: tensors(f / "model.safetensors", reshaped("norm.weight")),
+    "a weight of another dtype": lambda f: tensors(f / "model.safetensors", doubled("norm.weight")),
+    "a weight that is no number": lambda f: tensors(
+        f / "model.safetensors", lambda t: t["norm.weight"].fill_(torch.nan)
+    ),
+    "a moment of another shape": lambda f: tensors(f / "optimizer.safetensors", reshaped("norm.weight:exp_avg")),
+    "a moment of another dtype": lambda f: tensors(f / "optimizer.safetensors", doubled("norm.weight:exp_avg")),
+    "a moment less": lambda f: tensors(f / "optimizer.safetensors", lambda t: t.pop("norm.weight:exp_avg_sq")),
+    "a moment of nothing": lambda f: tensors(f / "optimizer.safetensors", lambda t: t.update({"x:y": torch.ones(1)})),
+    "a moment that is no number": lambda f: tensors(
+        f / "optimizer.safetensors", lambda t: t["norm.weight:exp_avg"].fill_(torch.nan)
+    ),
+}
+
+
+def unlisted(folder: Path, name: str) -> None:
+    listed = json.loads((folder / "manifest.json").read_text())["files"]
+    forge(folder, files={other: claim for other, claim in listed.items() if other != name})
+
+
+def reshaped(name: str):
+    return lambda found: found.update({name: found[name].reshape(4, 4)})
+
+
+def doubled(name: str):
+    return lambda found: found.update({name: found[name].double()})
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_checkpoint_is_no_way_to_go_on(home, tmp_path, kind, capsys):
+    """Hashes that fit do not help: whatever a run could not have saved is refused, and nothing is overwritten."""
+    folder = tmp_path / "run" / "step-10"
+    FORGED[kind](folder)
+    forge(folder)
+    before = tree(tmp_path / "run")
+    assert resume(home, tmp_path / "run", 10) == 2
+    errors = capsys.readouterr().err
+    assert "step-10" in errors
+    assert "Traceback" not in errors
+    assert tree(tmp_path / "run") == before

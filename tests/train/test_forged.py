@@ -253,7 +253,7 @@ def test_the_tokenizer_of_another_run_is_refused_where_the_checkpoint_knows_its_
     refused(run, "no tokenizer.json")
 
 
-# 4, 5, 6, 7: a few hundred random mutations of a whole run
+# 4, 5, 6, 7: two hundred random mutations of a whole run
 def test_whatever_is_done_to_a_run_other_weights_are_never_loaded(trained, tmp_path):
     good = {step: weights(trained / step) for step in (BEFORE, NEWEST)}
     rng = random.Random(0)
@@ -261,7 +261,7 @@ def test_whatever_is_done_to_a_run_other_weights_are_never_loaded(trained, tmp_p
     torch.save(Evil(marker), tmp_path / "evil.pt")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcomes = {"refused": 0, NEWEST: 0, BEFORE: 0, "forged": 0}
-    for number in range(300):
+    for number in range(200):
         run = Path(shutil.copytree(trained, tmp_path / "run"))
         forged, what = mutate(run, rng, (tmp_path / "evil.pt").read_bytes())
         began = time.monotonic()
@@ -280,7 +280,7 @@ def test_whatever_is_done_to_a_run_other_weights_are_never_loaded(trained, tmp_p
         shutil.rmtree(run)
     assert not marker.exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB
-    assert min(outcomes["refused"], outcomes[NEWEST], outcomes[BEFORE]) > 20  # all of them were met
+    assert min(outcomes["refused"], outcomes[NEWEST], outcomes[BEFORE]) > 10  # all of them were met
 
 
 ODD = [None, True, -1, 0, 1.5, math.nan, math.inf, 2**31, 10**400, "", "x" * 10**5, "\ud800", "../x", [], {}, [[1]]]
@@ -298,7 +298,7 @@ def mutate(run: Path, rng: random.Random, evil: bytes) -> tuple[bool, str]:
     elif kind == "cut":
         del content[rng.randrange(len(content)) :]
     elif kind == "grow":
-        content += os.urandom(rng.choice([1, 8, 1000]))
+        content += rng.randbytes(rng.choice([1, 8, 1000]))
     elif kind == "noise":
         begin = rng.randrange(len(content))
         content[begin : begin + rng.randrange(64)] = rng.randbytes(rng.randrange(64))

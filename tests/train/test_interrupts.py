@@ -98,8 +98,9 @@ def test_asked_twice_a_run_stops_at_once_and_goes_on_from_its_last_checkpoint(tm
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("write", range(6))
-def test_asked_during_a_save_a_run_finishes_it(tmp_path, data, number, code, write, monkeypatch):
-    """At every file of the first checkpoint."""
+@pytest.mark.parametrize("steps", [5, STEPS], ids=["last", "first"])
+def test_asked_during_a_save_a_run_finishes_it(tmp_path, data, number, code, write, steps, monkeypatch):
+    """At every file of the first checkpoint, be it of the middle or of the end of a run."""
     real, calls = files.write, []
 
     def slow(path, content):
@@ -109,7 +110,8 @@ def test_asked_during_a_save_a_run_finishes_it(tmp_path, data, number, code, wri
         return real(path, content)
 
     monkeypatch.setattr(files, "write", slow)
-    assert train(tmp_path / "a", data, STEPS) == code
+    every = 5 if steps > 5 else 1000
+    assert train(tmp_path / "a", data, steps, f"--checkpoint_every={every}") == code
     assert checkpoint.steps(tmp_path / "a") == [5]
     assert checkpoint.load(tmp_path / "a").step == 5
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,16 +15,7 @@ from depthgate.cli import main
 from depthgate.config import TrainConfig
 from depthgate.routing import agreement
 from depthgate.train import checkpoint, optim
-
-TINY = [
-    "--model.dim=16",
-    "--model.layers=2",
-    "--model.heads=2",
-    "--model.context=32",
-    "--batch=4",
-    "--device=cpu",
-    "--checkpoint_every=5",
-]
+from tests.train.tiny import TINY, rows, same, train, write_data
 
 
 @pytest.fixture(autouse=True)
@@ -35,51 +25,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def data(tmp_path):
-    """Some documents, a few hundred tokens in all: an epoch ends within ten steps."""
-    path = tmp_path / "text.jsonl"
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "a",
-        "lazy",
-        "dog",
-        "and",
-        "then",
-        "it",
-        "sleeps",
-        "for",
-        "a",
-        "while",
-    ]
-    with path.open("w") as file:
-        for i in range(12):
-            file.write(json.dumps({"text": " ".join(words[(i * j) % len(words)] for j in range(3, 25))}) + "\n")
-    return str(path)
-
-
-def train(out, data, steps, *options):
-    return main(["train", "--out", str(out), "--data", data, "--steps", str(steps), *TINY, *options])
-
-
-def same(a, b):
-    """Model, optimizer, position and RNG of two runs' newest checkpoints are equal, bit for bit."""
-    one, two = checkpoint.load(Path(a)), checkpoint.load(Path(b))
-    assert one.step == two.step
-    for group, tensors in one.tensors.items():
-        assert tensors.keys() == two.tensors[group].keys()
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, two.tensors[group][name]), (group, name)
-    for key in ("step", "sequences", "tokens", "flops", "bad", "data"):
-        assert one.state[key] == two.state[key]
-    return True
-
-
-def rows(out):
-    return [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return write_data(tmp_path / "text.jsonl")
 
 
 OPTIONS = {
@@ -154,27 +100,6 @@ def test_a_signal_saves_and_ends(tmp_path, data, number, code):
     assert "--resume" in errors
     assert "Traceback" not in errors
     assert checkpoint.load(out).step == rows(out)[-1]["step"]
-
-
-def test_killed_at_random_moments_a_run_always_goes_on(tmp_path, data):
-    out = tmp_path / "run"
-    command = [sys.executable, "-m", "depthgate", "train", "--out", str(out), "--data", data, "--resume"]
-    command += ["--steps", "100000", *TINY, "--checkpoint_every=1"]
-    reached = 0
-    for attempt in range(4):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline and (
-            not out.exists() or max(checkpoint.steps(out), default=0) <= reached + 3
-        ):
-            time.sleep(0.01 * (attempt + 1))
-        process.kill()
-        process.wait()
-        found = checkpoint.load(out).step
-        assert found > reached
-        reached = found
-    steps = [row["step"] for row in rows(out) if row["step"] <= reached]
-    assert steps == list(range(1, reached + 1))
 
 
 def test_load_gives_the_newest_checkpoint_and_its_tokenizer(tmp_path, data):

@@ -56,7 +56,7 @@ class BenchTrainConfig:
     """Time whole training steps of a Mixture-of-Depths decoder and of its dense twin, with FLOPs beside the times.
 
     Args:
-        dims: model widths, separated by commas; heads are of 128, four query heads to one of keys
+        dims: model widths, separated by commas; heads are of 64, and of 128 from width 1024, four to one of keys
         layers: layers of every model
         seq: tokens in a sequence
         batch: sequences in a step; wide models compute it in parts

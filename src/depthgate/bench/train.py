@@ -43,7 +43,7 @@ _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
 def _model(dim: int, config: BenchTrainConfig, pattern: str) -> ModelConfig:
-    heads = dim // 128
+    heads = dim // (128 if dim >= 1024 else 64)  # as the presets have them
     return ModelConfig(
         vocab=config.vocab,
         dim=dim,

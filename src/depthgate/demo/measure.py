@@ -1,16 +1,16 @@
 """What the demo measures of a trained model: its loss on held-out text, a sample, and where a text was routed."""
 
 import math
-from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthgate.config import TrainConfig
+from depthgate.errors import DepthgateError
 from depthgate.loading import LoadedDecoder
 from depthgate.routing import Slots, routed_share
-from depthgate.train.batches import Rows, validation_rows, windows
+from depthgate.train.batches import Rows, windows
 from depthgate.train.run import cache
 from depthgate.train.shards import Documents, prepare
 from depthgate.train.tokenizer import END
@@ -19,13 +19,14 @@ PROMPT = "def "
 SAMPLED = 300  # tokens; a token is a byte here
 TEMPERATURE = 0.8
 PICTURED = 768  # tokens of the coloured text
-MEASURED = 2**16  # most held-out tokens that the loss is measured on
+MEASURED = 2**15  # most held-out tokens that the loss is measured on
 _BATCH = 8
 
 
 class Loss(NamedTuple):
     """The loss on held-out text."""
 
+    tokens: int  # predicted
     nats_per_byte: float
     routed_share: list[float]  # of each routed layer
 
@@ -41,11 +42,14 @@ def held_out(config: TrainConfig, model: LoadedDecoder) -> Documents:
 
 @torch.no_grad()
 def loss(model: LoadedDecoder, documents: Documents, causal: bool) -> Loss:
-    """Over the first MEASURED tokens: routers decide causally, as in generation, or take the top k, as in training."""
+    """Over windows of `context` tokens, spread evenly: routers decide causally, as in generation, or take the top k, as
+    in training."""
     nats, size, targets = 0.0, 0, 0
     shares: list[Tensor] = []
-    context = model.config.context
-    for rows in islice(validation_rows(documents, context, _BATCH), max(1, MEASURED // (context * _BATCH))):
+    starts = range(0, len(documents) - 1, model.config.context)
+    starts = starts[:: math.ceil(len(starts) * model.config.context / MEASURED)]
+    for i in range(0, len(starts), _BATCH):
+        rows = windows(documents, starts[i : i + _BATCH], model.config.context)
         wanted = rows.targets[rows.targets >= 0]
         mean, plans = model.loss(rows.tokens, rows.targets, rows.pos, rows.doc, causal=causal)
         if len(wanted):
@@ -53,7 +57,9 @@ def loss(model: LoadedDecoder, documents: Documents, causal: bool) -> Loss:
             size += model.tokenizer.bytes_of(wanted.tolist())
             targets += len(wanted)
             shares.append(len(wanted) * torch.stack([routed_share(plan) for plan in plans] or [torch.empty(0)]))
-    return Loss(nats / size, (torch.stack(shares).sum(0) / targets).flatten().tolist())
+    if not size:
+        raise DepthgateError("the held-out part of the data has no byte to predict: give longer documents")
+    return Loss(targets, nats / size, (torch.stack(shares).sum(0) / targets).flatten().tolist())
 
 
 @torch.no_grad()

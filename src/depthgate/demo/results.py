@@ -45,7 +45,7 @@ def measured(name: str, config: TrainConfig) -> Result:
         "flops": last["flops"],
         "train_seconds": last["seconds"],
         "held_out_documents": len(documents.bounds) - 1,
-        "held_out_tokens": min(len(documents), measure.MEASURED),
+        "held_out_tokens": causal.tokens,
         "nats_per_byte": causal.nats_per_byte,
         "bits_per_byte": causal.bits_per_byte,
         "nats_per_byte_top_k": top_k.nats_per_byte,

@@ -46,12 +46,39 @@ class MoD(nn.Module):
         keep: Tensor | None = None,
     ) -> tuple[Tensor, Plans]:
         """`keep` (B, T) bool: tokens routed before all others, whatever their score."""
+        plan, rows, inner = self._rows(x, pos, doc, cache, causal, plain, keep)
+        return (torch.zeros_like(x) if rows is None else plan.combine(rows, x.shape[1])), (plan, *inner)
+
+    def into(
+        self,
+        x: Tensor,
+        pos: Tensor | None = None,
+        doc: Tensor | None = None,
+        cache: Any = None,
+        causal: bool = False,
+        plain: bool = False,
+    ) -> tuple[Tensor, Plans]:
+        """x with the update added: what x + forward(x) gives, without an update for tokens that have none."""
+        plan, rows, inner = self._rows(x, pos, doc, cache, causal, plain)
+        return (x if rows is None else plan.add(x, rows)), (plan, *inner)
+
+    def _rows(
+        self,
+        x: Tensor,
+        pos: Tensor | None,
+        doc: Tensor | None,
+        cache: Any,
+        causal: bool,
+        plain: bool,
+        keep: Tensor | None = None,
+    ) -> tuple[Slots, Tensor | None, Plans]:
+        """The plan, the block's rows (B, 1, C, D), and the plans within."""
         check_tokens(x, self.router.dim)
         if pos is None:
             pos, plain = plain_positions(x), doc is None and cache is None
         plan = self.router(x, None if plain else pos, causal, doc=doc, keep=keep)
         if plan.index.shape[-1] == 0:  # nobody enters: nothing is computed, nothing is cached
-            return torch.zeros_like(x), (plan,)
+            return plan, None, ()
         update, inner = self.block(
             plan.dispatch(x, fill=0)[:, 0],
             pos=plan.dispatch(pos, fill=-1)[:, 0],
@@ -60,7 +87,7 @@ class MoD(nn.Module):
             causal=causal,
             plain=plain and plan.filled is None,
         )
-        return plan.combine(update[:, None], x.shape[1]), (plan, *inner)
+        return plan, update[:, None], inner
 
 
 class SoftMoD(nn.Module):

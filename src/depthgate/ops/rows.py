@@ -21,6 +21,11 @@ def _shaped(x: Tensor, *shape: int) -> Tensor:
     return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
 
 
+def fusing(x: Tensor) -> bool:
+    """Whether a gather is fused into what reads it, and so better than a scatter, which reads fewer rows."""
+    return x.is_cuda and torch.compiler.is_compiling()
+
+
 def take_rows(x: Tensor, index: Tensor, place: Tensor | None = None) -> Tensor:
     """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]].
 
@@ -51,6 +56,12 @@ def add_rows(rows: Tensor, index: Tensor, T: int, place: Tensor | None = None) -
     flat = _flat(index, T)
     target = rows.new_zeros(B * T, D)
     return _shaped(target.scatter_add(0, flat[:, None].expand(-1, D), rows.reshape(B * N, D)), B, T, D)
+
+
+def add_at(x: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """x (B, T, D), rows (B, N, D), index (B, N) unique within a batch row -> x with each row added at its index. What
+    is not at an index is not computed, and the gradient of x is that of the result itself."""
+    return _AddAt.apply(x, rows, index)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def put_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
@@ -86,3 +97,15 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         return take_rows(grads[0], ctx.saved_tensors[0]), None, None
+
+
+class _AddAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.dtype = rows.dtype
+        return put_rows(x, index, take_rows(x, index) + rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], take_rows(grads[0], ctx.saved_tensors[0]).to(ctx.dtype), None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from depthgate.ops.rows import add_rows, put_rows, take_rows
+from depthgate.ops.rows import add_at, add_rows, fusing, put_rows, take_rows
 
 
 class Slots(NamedTuple):
@@ -46,17 +46,22 @@ class Slots(NamedTuple):
     def combine(self, rows: Tensor, T: int) -> Tensor:
         """rows (B, E, C, D) -> update (B, T, D): the sum over a token's slots of gate * row, 0 where it has none."""
         B, E, C, D = rows.shape
-        weighted = rows * self.gates[..., None].to(rows.dtype)
-        if self.filled is not None:
-            weighted = torch.where(self.filled[..., None], weighted, 0.0)
+        weighted = self._weighted(rows)
         place = self._place_for_gathering(rows)
         return add_rows(weighted.reshape(B, E * C, D), self.index.reshape(B, E * C), T, place)
+
+    def add(self, x: Tensor, rows: Tensor) -> Tensor:
+        """x (B, T, D), rows (B, 1, C, D) -> x + combine(rows, T), of which only the routed tokens are computed."""
+        return add_at(x, self._weighted(rows)[:, 0], self.index[:, 0])
+
+    def _weighted(self, rows: Tensor) -> Tensor:
+        weighted = rows * self.gates[..., None].to(rows.dtype)
+        return weighted if self.filled is None else torch.where(self.filled[..., None], weighted, 0.0)
 
     def _place_for_gathering(self, x: Tensor) -> Tensor | None:
         """The place (B, T) of every token, where compiled CUDA code can fuse gathers into what reads them: no zeros
         are written, and nothing is added by atomics."""
-        fuses = self.place is not None and self.index.shape[1] == 1 and x.is_cuda and torch.compiler.is_compiling()
-        return self.place[..., 0] if fuses and self.place is not None else None
+        return self.place[..., 0] if self.place is not None and self.index.shape[1] == 1 and fusing(x) else None
 
     def merge(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows that carry their own residual: x (B, T, D), rows (B, 1, C, D) -> x with each routed token taken from

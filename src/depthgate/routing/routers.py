@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.rows import fusing, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.sizes import budget
 from depthgate.routing.gates import Gate, gate_from
@@ -82,6 +83,9 @@ class TopTokens(nn.Module):
         # Set to 1 where a causal choice of nobody must not keep the block from being called: a process of several that
         # share its weights (FSDP2) would leave the others waiting. With gradients that is so in any case.
         self.fewest_slots = 0
+        # Set where no loss looks at scores: gradients then reach the router through the gates of routed tokens alone,
+        # and of the other tokens nothing is kept for the backward pass.
+        self.through_gates = False
         if across_experts and isinstance(self.rule, Scores):
             raise InvalidValueError(
                 "rule is 'scores', but log-probabilities are never above 0: use 'predictor' or 'threshold'"
@@ -107,8 +111,10 @@ class TopTokens(nn.Module):
         valid = None if pos is None else pos >= 0
         with torch.autocast(x.device.type, enabled=False):
             tokens = features(x, valid)
-            logits = self.proj(tokens)
-            scores = self._scores(logits)
+            sparse = self.through_gates and self.experts == 1 and not self.across_experts
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not sparse):
+                logits = self.proj(tokens)
+                scores = self._scores(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
         decision = checked(self.rule(tokens, scores), scores, "rule")
         ranked, wanted = scores.detach(), decision.detach() >= 0
@@ -116,7 +122,12 @@ class TopTokens(nn.Module):
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
         index, filled, place = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
-        picked = scores.mT.gather(2, index).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
+        if sparse and index.shape[-1]:
+            of_routed = take_rows(x, index[:, 0], None if place is None or not fusing(x) else place[:, 0])
+            picked = self.proj(of_routed).mT
+        else:
+            picked = scores.mT.gather(2, index)
+        picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)

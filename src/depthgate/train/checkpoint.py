@@ -73,7 +73,7 @@ def begun(run: Path, step: int, size: int, keep: int) -> Iterator[Path]:
         with lock(run / ".lock"):
             _tidy(run)
             if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
-                sizes = f"{free / 2**20:.0f} MiB free, and a checkpoint needs {need / 2**20:.0f}"
+                sizes = f"{free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
                 what = f"{run} has {sizes}: free some space or choose another"
                 raise DepthgateError(f"{what}; earlier checkpoints are intact")
             temp = run / f".tmp-step-{step}-{secrets.token_hex(8)}"

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import DepthgateError, InvalidValueError
@@ -21,13 +22,18 @@ from depthgate.flops import training_flops
 from depthgate.model import Decoder
 from depthgate.train import checkpoint, optim, run, text
 from depthgate.train.batches import Packed, batches
-from depthgate.train.parallel import World, joined, like, whole
+from depthgate.train.parallel import World, joined, like
 from depthgate.train.progress import matmul_rate, progress_line, tracker
 from depthgate.train.shards import prepare, tokenize
 from depthgate.train.step import Figures, Step
-from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
-
-CACHE = "~/.cache/depthgate"
+from depthgate.train.tokenizer import (
+    BPETokenizer,
+    ByteTokenizer,
+    HFTokenizer,
+    TextTokenizer,
+    folder_hash,
+    load_tokenizer,
+)
 
 
 def train(config: TrainConfig, resume: bool) -> int:
@@ -37,7 +43,7 @@ def train(config: TrainConfig, resume: bool) -> int:
         _prepared(world, config, resume) as (folder, tokenizer),
     ):
         config = _with_vocab(config, tokenizer)
-        shards = prepare(config.data, tokenizer, Path(CACHE).expanduser(), config.validation, seed=config.seed)
+        shards = prepare(config.data, tokenizer, run.cache(), config.validation, seed=config.seed)
         packed = Packed(shards.train, config.model.context, config.seed, config.max_documents)
         return _Training(config, folder, world, packed).run(resume)
 
@@ -51,7 +57,7 @@ def _prepared(world: World, config: TrainConfig, resume: bool) -> Iterator[tuple
         return
     with run.opened(config, resume) as folder:
         tokenizer = _tokenizer(config, folder)
-        tokenize(config.data, tokenizer, Path(CACHE).expanduser())
+        tokenize(config.data, tokenizer, run.cache())
         world.wait()
         yield folder, tokenizer
 
@@ -109,7 +115,7 @@ class _Training:
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.peak = matmul_rate(world.device, dtype) * world.size
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
-        self.state["data"] = packed.documents.fingerprint()
+        self.state |= {"data": packed.documents.fingerprint(), "tokenizer": folder_hash(folder / run.TOKENIZER)}
 
     def run(self, resume: bool) -> int:
         if resume and checkpoint.steps(self.folder):
@@ -139,8 +145,8 @@ class _Training:
                     saved = self._save()
                     self.clock = time.perf_counter()
             finish(0)
-        if saved != self.state["step"]:
-            self._save()
+            if saved != self.state["step"]:
+                self._save()
         if stopped and self.world.first:
             print(f"stopped at step {self.state['step']}; go on with --resume", file=sys.stderr)
         return 130 if signal.SIGINT in stopped else 0
@@ -214,13 +220,18 @@ class _Training:
             return
         self.state["bad"] += 1
         if self.state["bad"] >= self.config.most_bad_steps:
-            weights = whole(dict(self.model.named_parameters()))
-            bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
-            where = f"; the first weight that is not finite is {bad[0]}" if bad else "; all weights are finite"
+            bad = self._not_finite()
+            where = f"; the first weight that is not finite is {bad}" if bad else "; all weights are finite"
             raise DepthgateError(
                 f"step {number}: loss {loss}, gradient norm {norm}, the {self.state['bad']}th bad step in a row"
                 f"{where}. The last checkpoint is intact: lower --lr, or look at the data"
             )
+
+    def _not_finite(self) -> str | None:
+        """The first weight that is not finite; every process must ask, and looks at its own rows."""
+        weights = self.model.named_parameters()
+        bad = [name for name, w in weights if not (w.to_local() if isinstance(w, DTensor) else w).isfinite().all()]
+        return (bad or ["a weight"])[0] if self.world.any(bool(bad)) else None
 
     def _save(self) -> int:
         tensors = {
@@ -228,6 +239,9 @@ class _Training:
             "optimizer": optim.state_tensors(self.model, self.optimizers),
             "rng": {"cpu": torch.get_rng_state()},
         }
+        if bad := self._not_finite():
+            said = f"step {self.state['step']}: {bad} is not finite, and is not saved"
+            raise DepthgateError(f"{said}. The last checkpoint is intact: lower --lr, or look at the data")
         what = (self.folder, self.state["step"], tensors, self.state, run.plain(self.config), self.config.keep)
         if self.world.size == 1:
             checkpoint.save(*what)
@@ -245,7 +259,8 @@ class _Training:
             from depthgate.train import sharded
 
             found = sharded.load(self.folder, self.world, held)
-        if found.state.get("data") != self.state["data"]:
+        self.world.agree(lambda: run.check_found(found, self.config, self.state, self.model))
+        if found.state["data"] != self.state["data"]:
             raise DepthgateError(
                 f"the data of {self.folder} has changed since step {found.step}: "
                 "give the same text, or start another run"

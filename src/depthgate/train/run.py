@@ -11,6 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from depthgate.config import TrainConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.train import checkpoint, files
@@ -62,7 +65,7 @@ def _check_mine(config: TrainConfig, resume: bool, run: Path) -> bool:
     """Whether the run is a new one; an error where the folder is of another, or of something else."""
     known = (run / CONFIG).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
     if resume and known:
-        check_same(plain(config), _recorded(run), run)
+        check_same(plain(config), _recorded(run, config.model.vocab), run)
     elif run.exists() and (not run.is_dir() or any(p for p in run.iterdir() if not p.name.startswith("."))):
         what, remedy = ("another run", ", or go on with --resume") if known else ("other files", "")
         raise DepthgateError(f"out is {run}, which holds {what}: choose another folder{remedy}")
@@ -79,8 +82,9 @@ def _forget(run: Path) -> None:
         shutil.rmtree(run / TOKENIZER, ignore_errors=True)
 
 
-def _recorded(run: Path) -> dict[str, Any]:
-    """What the run was asked to do; where config.json is damaged or gone, what its newest checkpoint says."""
+def _recorded(run: Path, vocab: int) -> dict[str, Any]:
+    """What the run was asked to do; where config.json is damaged or gone, what its newest checkpoint says, in which
+    the vocabulary is the tokenizer's and not what was asked for."""
     path = run / CONFIG
     try:
         with path.open("rb") as file:
@@ -89,7 +93,10 @@ def _recorded(run: Path) -> dict[str, Any]:
         if not checkpoint.steps(run):
             raise DepthgateError(f"cannot read {path} ({error}): the run cannot go on; choose another --out") from None
         warnings.warn(f"{error}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=2)
-        return checkpoint.load(run, ()).config
+        found = checkpoint.load(run, ()).config
+        if isinstance(found.get("model"), dict):
+            found["model"]["vocab"] = vocab
+        return found
 
 
 def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> None:
@@ -113,8 +120,23 @@ def _short(config: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint, if it is one that a run can have: the names and types of `new`, and no odd number."""
+def check_found(found: checkpoint.Checkpoint, config: TrainConfig, new: dict[str, Any], model: nn.Module) -> None:
+    """Refuse a checkpoint that this run cannot have saved, whatever its hashes say; `new` is the state of a new run."""
+    check_same(plain(config), found.config, found.path)
+    check_state(found, new)
+    if found.tensors.keys() != {"model", "optimizer", "rng"}:
+        raise files.damaged(found.path, "does not hold a model, its optimizer and its random numbers")
+    check_fit(found.tensors["model"], model.state_dict(), found.path)
+    check_fit(found.tensors["optimizer"], _moments(found, model), found.path)
+    check_fit(found.tensors["rng"], {"cpu": torch.get_rng_state()}, found.path)
+    try:
+        torch.Generator().set_state(found.tensors["rng"]["cpu"])
+    except RuntimeError:
+        raise files.damaged(found.path, "holds no state of random numbers") from None
+
+
+def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
+    """The state must have the names and types of `new`, and no odd number."""
     state = found.state
     fits = state.keys() == new.keys() and state.get("step") == found.step
     for name, value in new.items() if fits else ():
@@ -123,7 +145,30 @@ def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> dict[str, 
         fits = fits and (not number or (math.isfinite(state[name]) and state[name] >= 0))
     if not fits:
         raise files.damaged(found.path / "state.json", "is not the state of a run")
-    return dict(state)
+
+
+def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Tensors must have the names, shapes and dtypes of those they replace, and be finite."""
+    if odd := sorted(found.keys() ^ wanted.keys()):
+        what = "lacks" if odd[0] in wanted else "has the unknown"
+        raise files.damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
+    for name, tensor in found.items():
+        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype):
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            raise files.damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
+        own = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a split tensor, this process's rows
+        if own.is_floating_point() and not own.isfinite().all():
+            raise files.damaged(path, f"has numbers in {name} that are not finite")
+
+
+def _moments(found: checkpoint.Checkpoint, model: nn.Module) -> dict[str, Tensor]:
+    """What an optimizer keeps of the weights that have moments in a checkpoint: as AdamW does, or as Muon."""
+    weights, named = dict(model.named_parameters()), found.tensors["optimizer"]
+    wanted: dict[str, Tensor] = {}
+    for name in {name.rpartition(":")[0] for name in named} & weights.keys():
+        keys = ("momentum_buffer",) if f"{name}:momentum_buffer" in named else ("exp_avg", "exp_avg_sq", "step")
+        wanted |= {f"{name}:{key}": torch.zeros(()) if key == "step" else weights[name] for key in keys}
+    return wanted
 
 
 def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:

@@ -52,10 +52,8 @@ def plan_figures(plans: Plans, config: TrainConfig) -> tuple[Tensor | float, lis
     """The sum of the weighted losses of all plans, and the routed share of each."""
     total: Tensor | float = 0.0
     for plan in plans:
-        if isinstance(plan, Slots | Groups):
-            total = total + config.z_loss * z_loss(plan)
         if isinstance(plan, Groups):
-            total = total + config.balance_loss * load_balance(plan)
+            total = total + config.z_loss * z_loss(plan) + config.balance_loss * load_balance(plan)
         if isinstance(plan, Slots) and config.model.rule != "threshold":
             total = total + config.rule_loss * causal_bce(plan)
     return total, [routed_share(plan) for plan in plans]
@@ -83,6 +81,8 @@ class Step:
         for module in model.modules():
             if isinstance(module, TopTokens | Attention):  # packed batches keep to this
                 module.max_documents = config.max_documents
+            if isinstance(module, TopTokens):
+                module.through_gates = config.model.rule != "scores"
 
     def set_capacity(self, capacity: float) -> None:
         """The share every Mixture-of-Depths router takes from now on."""
