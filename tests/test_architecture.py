@@ -21,6 +21,8 @@ ALLOWED = {
     "routing": {"errors", "ops", "routing"},
     "layers": {"errors", "ops", "routing", "layers"},
     "flops": {"config", "ops"},
+    "cache": {"errors"},
+    "generation": {"errors", "config", "routing", "model", "cache", "loading", "train", "generation"},
     "model": {"errors", "config", "ops", "routing", "layers"},
     "presets": {"errors", "config"},
     "train": {"errors", "config", "presets", "flops", "ops", "routing", "layers", "model", "loading", "train"},
@@ -29,9 +31,20 @@ ALLOWED = {
     "view": {"errors", "routing", "view"},
     "bench": {"errors", "config", "flops", "ops", "routing", "layers", "encoders", "model", "train", "bench"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
-    "cli": {"_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train"},
+    "cli": {"_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"},
     "__main__": {"cli"},
-    "__init__": {"_version", "config", "errors", "ops", "routing", "layers", "encoders", "model", "loading"},
+    "__init__": {
+        "_version",
+        "config",
+        "errors",
+        "ops",
+        "routing",
+        "layers",
+        "encoders",
+        "model",
+        "loading",
+        "generation",
+    },
 }
 HEAVY = {"transformers", "matplotlib", "ray", "triton", "soft_moe_pytorch"}
 

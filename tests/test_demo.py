@@ -67,8 +67,9 @@ def figures(home: Path, out: str, capsys: pytest.CaptureFixture[str], *options: 
 
 
 def test_last_line_is_the_report_which_stands_alone(
-    home: Path, finished: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(measure, "sample", lambda *_: HOSTILE)  # the worst that a model could write
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("step-*/*")}
     (finished / "report.html").unlink()
     assert demo(home, finished.name) == 0  # finished before: nothing is trained again

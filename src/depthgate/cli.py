@@ -18,6 +18,7 @@ from depthgate.config import DemoConfig, EvalConfig, PresetsConfig, TrainConfig,
 from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
+from depthgate.generation.config import GenerateConfig
 from depthgate.presets import PRESETS, preset, train_config
 
 
@@ -80,6 +81,12 @@ def _demo(config: DemoConfig, as_json: bool) -> int:
     return run(config, as_json)
 
 
+def _generate(config: GenerateConfig, as_json: bool) -> int:
+    from depthgate.generation.command import run
+
+    return run(config, as_json)
+
+
 def _bench_layers(config: BenchLayersConfig, as_json: bool) -> None:
     from depthgate.bench.layers import run
 
@@ -96,6 +103,7 @@ def _bench_train(config: BenchTrainConfig, as_json: bool) -> None:
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
     "eval": (EvalConfig, _eval),
+    "generate": (GenerateConfig, _generate),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _bench_layers),
     "bench-train": (BenchTrainConfig, _bench_train),
@@ -119,7 +127,12 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
     parser = _Parser(description=_about(config), allow_abbrev=False)
     parser.add_argument("--config", action="config", help="yaml file with any of these options")
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
-    parser.add_class_arguments(config, as_group=False)
+    if config is GenerateConfig:
+        for name, about in (("no_cache", "compute everything again for each token"), ("depth", "colour by depth")):
+            parser.add_argument(f"--{name}", action="store_true", help=about)
+        parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
+        parser.add_argument("--stop", action="append", help="text at which to end; may be given several times")
+    parser.add_class_arguments(config, as_group=False, skip={"no_cache", "depth", "prompt", "stop"})
     if config is TrainConfig:
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
     return parser
@@ -186,8 +199,14 @@ def _read_yaml(config: str) -> Any:
     return yaml.safe_load(text)
 
 
+def _with_underscores(word: str) -> str:
+    """--max-new-tokens=9 -> --max_new_tokens=9: options may be typed either way."""
+    name, given, value = word.partition("=")
+    return f"--{name[2:].replace('-', '_')}{given}{value}" if name.startswith("--") else word
+
+
 def _parse(argv: Sequence[str]) -> Namespace:
-    words = _join_words(argv)
+    words = [_with_underscores(word) for word in _join_words(argv)]
     options = build_parser(_preset_of(words)).parse_args(words)
     if options.verb == "train" and not isinstance(options.train.model, Namespace):
         raise InvalidValueError(f"model is {options.train.model!r}: it must be a group of options, such as model.dim")

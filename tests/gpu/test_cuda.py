@@ -125,7 +125,9 @@ def _steps(**options):
     """Figures of four training steps, and the weights after them."""
     rule = options.pop("rule", "predictor")
     shape = ModelConfig(vocab=64, dim=64, layers=4, heads=2, context=32, pattern="dense,mod", rule=rule)
-    config = TrainConfig(model=shape, batch=4, max_documents=2, dtype="bfloat16", device="cuda", **options)
+    config = TrainConfig(
+        model=shape, batch=4, max_documents=2, dtype="bfloat16", device="cuda", router_lr=3.0, **options
+    )
     torch.manual_seed(0)
     world = World(device="cuda")
     model = Decoder(shape).cuda()

@@ -100,9 +100,9 @@ def _introduction(config: DemoConfig, routed: Result, plain: Result) -> Html:
             pages.paragraph(
                 Html(f"<strong>{pages.html(verdict(rows))}.</strong> "),
                 f"That is one seed, two tiny models and minutes of training, measured on {mod['held_out_tokens']:,} "
-                f"tokens, spread over {mod['held_out_documents']} held-out documents. It shows the machinery at work; it "
-                "is no evidence of which design is better at another size, length of training or seed. Nor are equal "
-                f"FLOPs equal time: {mod['train_seconds']:.0f} seconds of training here for {mod['model']}, "
+                f"tokens, spread over {mod['held_out_documents']} held-out documents. It shows the machinery at work, "
+                "and is no evidence of which design is better at another size, length of training or seed. Nor are "
+                f"equal FLOPs equal time: {mod['train_seconds']:.0f} seconds of training here for {mod['model']}, "
                 f"{dense['train_seconds']:.0f} for {dense['model']}.",
             ),
         ]

@@ -14,9 +14,11 @@ from depthgate.ops.rope import rope, rotation
 
 
 class KeyValues(Protocol):
-    """A layer's store of earlier keys and values, each (B, H, T, d), with their positions (B, T)."""
+    """A layer's store of earlier keys and values, each (B, H, T, d), with their positions (B, T): see `cache`."""
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def at(self, rows: Tensor) -> "KeyValues": ...
 
 
 class Attention(nn.Module):

@@ -17,7 +17,8 @@ from depthgate.ops.checks import check_tokens
 from depthgate.ops.positions import masked_positions, plain_positions
 from depthgate.routing.gates import Gate, sigmoid
 from depthgate.routing.plan import Plan, Plans, Slots, Soft
-from depthgate.routing.routers import Scorer, TopTokens
+from depthgate.routing.routers import TopTokens
+from depthgate.routing.scorer import Scorer
 
 
 class MoD(nn.Module):
@@ -79,6 +80,8 @@ class MoD(nn.Module):
         plan = self.router(x, None if plain else pos, causal, doc=doc, keep=keep)
         if plan.index.shape[-1] == 0:  # nobody enters: nothing is computed, nothing is cached
             return plan, None, ()
+        if cache is not None and plan.filled is not None and not torch.compiler.is_compiling():
+            return self._rows_of_some(x, pos, cache, plan)
         update, inner = self.block(
             plan.dispatch(x, fill=0)[:, 0],
             pos=plan.dispatch(pos, fill=-1)[:, 0],
@@ -88,6 +91,22 @@ class MoD(nn.Module):
             plain=plain and plan.filled is None,
         )
         return plan, update[:, None], inner
+
+    def _rows_of_some(self, x: Tensor, pos: Tensor, cache: Any, plan: Slots) -> tuple[Slots, Tensor | None, Plans]:
+        """Of a batch that generates, only the sequences that enter are computed, and only they are stored."""
+        assert plan.filled is not None
+        entering = plan.filled[:, 0].any(1).nonzero()[:, 0]
+        if len(entering) == 0:
+            return plan, None, ()
+        part = plan.rows(entering, plan.index.shape[-1])
+        update, inner = self.block(
+            part.dispatch(x[entering], fill=0)[:, 0],
+            pos=part.dispatch(pos[entering], fill=-1)[:, 0],
+            cache=cache.at(entering),
+            causal=plan.causal,
+        )
+        rows = update.new_zeros(len(x), *update.shape[1:]).index_copy(0, entering, update)
+        return plan, rows[:, None], inner
 
 
 class SoftMoD(nn.Module):

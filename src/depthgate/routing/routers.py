@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
@@ -14,40 +13,9 @@ from depthgate.ops.sizes import budget
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
 from depthgate.routing.rules import Scores, Threshold, rule_from
+from depthgate.routing.scorer import Scorer, features
 
 _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
-
-
-class Scorer(nn.Module):
-    """Scores W x + b, in fp32 (or in float64 for float64 tokens), inside autocast too."""
-
-    def __init__(self, dim: int, outputs: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, dim))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
-            x = features(x, valid)
-            weight = self.weight.to(x.dtype)
-            if len(weight) == 1 and torch.compiler.is_compiling():
-                # The compiler fuses this with the cast to fp32; for a product it would write all tokens in fp32 first.
-                scores = (x * weight[0]).sum(-1, keepdim=True)
-            else:
-                scores = F.linear(x, weight)
-            return scores if self.bias is None else scores + self.bias.to(x.dtype)
-
-
-def features(x: Tensor, valid: Tensor | None) -> Tensor:
-    """What routers look at: tokens in fp32 or better, padding as zeros, whatever lies in it."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x if valid is None else torch.where(valid[..., None], x, 0.0)
 
 
 class TopTokens(nn.Module):
@@ -122,16 +90,18 @@ class TopTokens(nn.Module):
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
         index, filled, place = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
-        if sparse and index.shape[-1]:
-            of_routed = take_rows(x, index[:, 0], None if place is None or not fusing(x) else place[:, 0])
-            picked = self.proj(of_routed).mT
-        else:
-            picked = scores.mT.gather(2, index)
+        picked = self._routed_scores(x, index, filled, place) if sparse else scores.mT.gather(2, index)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
         return Slots(index, gates, logits, decision, filled, valid, causal, None if place is None else place.mT)
+
+    def _routed_scores(self, x: Tensor, index: Tensor, filled: Tensor | None, place: Tensor | None) -> Tensor:
+        """The scores (B, 1, C) of routed tokens, computed again from them alone."""
+        rows = take_rows(x, index[:, 0], place[:, 0] if place is not None and fusing(x) else None)
+        scores: Tensor = self.proj(rows, None if filled is None else filled[:, 0])
+        return scores.mT
 
     def _scores(self, logits: Tensor) -> Tensor:
         """What tokens are ranked by."""

@@ -40,10 +40,12 @@ def build(model: nn.Module, config: TrainConfig, world: World = World()) -> list
                 "params": weights,
                 "weight_decay": config.weight_decay if decays else 0.0,
                 "scale": config.router_lr if router else 1.0,
+                # A number on the device that a graph reads: each group's own, as each may have another.
+                "lr": torch.tensor(config.lr, device=device) if graph else config.lr,
             }
             for (router, decays), weights in groups.items()
         ],
-        lr=torch.tensor(config.lr, device=device) if graph else config.lr,
+        lr=config.lr,
         betas=_BETAS,
         fused=True,
         capturable=graph,

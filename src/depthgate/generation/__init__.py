@@ -1,0 +1,1 @@
+"""Generation: sampling, text piece by piece, and the engine that decodes."""

@@ -1,0 +1,120 @@
+"""Beam search: the likeliest continuations, several at a time, each with its own rows of the cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from depthgate.generation.engine import Forward
+from depthgate.generation.requests import Generation
+from depthgate.generation.sampling import check_logits
+from depthgate.model import Decoder
+from depthgate.train.tokenizer import TextTokenizer
+
+
+@dataclass
+class _Beam:
+    """A continuation: its tokens, the sum of their log-probabilities, and where all tokens before the last went."""
+
+    tokens: list[int]
+    score: float
+    depths: list[int]
+    routed: list[int]
+    finish: str | None = None
+
+    @property
+    def mean(self) -> float:
+        """What beams are compared by: log-probability a token."""
+        return self.score / max(1, len(self.tokens))
+
+
+@torch.inference_mode()
+def search(
+    model: Decoder,
+    todo: list[Generation],
+    width: int,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    cache: bool,
+    chunk: int,
+    tokenizer: TextTokenizer | None,
+) -> list[Generation]:
+    """The best continuation of every prompt by log-probability a token; prompts are searched one after another."""
+    for result in todo:
+        best = _search(model, result.prompt_tokens, width, max_new_tokens, stop, cache, chunk, tokenizer)
+        result.tokens, result.finish = best.tokens, best.finish
+        result.depths, result.routed = best.depths, best.routed
+        result.text = _text(best.tokens, stop, tokenizer)
+    return todo
+
+
+def _search(
+    model: Decoder,
+    prompt: list[int],
+    width: int,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    cache: bool,
+    chunk: int,
+    tokenizer: TextTokenizer | None,
+) -> _Beam:
+    end = None if tokenizer is None else tokenizer.end
+    routed = sum(kind in ("mod", "mode") for kind in model.config.kinds)
+    whole = len(model.layers) - routed
+    forward = Forward(model, 1, cache, chunk)
+    beams = [_Beam([], 0.0, [], [0] * routed)]
+    finished: list[_Beam] = []
+    new = [len(prompt)]
+    for step in range(max_new_tokens):
+        logits, went = forward([prompt + beam.tokens for beam in beams], new)
+        check_logits(logits)
+        for b, beam in enumerate(beams):
+            n = new[b] if cache else len(prompt) + step
+            mine = went[:, b, went.shape[2] - n :].long().cpu()
+            depths, counts = (mine.sum(0) + whole).tolist(), mine.sum(1).tolist()
+            beam.depths = beam.depths + depths if cache else depths
+            beam.routed = [x + y for x, y in zip(beam.routed, counts, strict=True)] if cache else counts
+        scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)
+        # Twice as many as are kept: half of them may end here.
+        best = scores.flatten().topk(min(2 * width, scores.numel()))
+        last = step + 1 == max_new_tokens or len(prompt) + step + 1 >= model.config.context
+        going: list[tuple[int, _Beam]] = []
+        for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            parent, token = divmod(place, scores.shape[1])
+            old = beams[parent]
+            beam = _Beam([*old.tokens, token], score, old.depths, old.routed)
+            beam.finish = _finish(beam, token, end, stop, tokenizer)
+            if beam.finish is not None:
+                finished.append(beam)
+            elif len(going) < width:
+                going.append((parent, beam))
+        finished = sorted(finished, key=lambda beam: -beam.mean)[:width]
+        if last or not going:
+            for _, beam in going:
+                beam.finish = "length" if step + 1 == max_new_tokens else "context"
+            finished += [beam for _, beam in going]
+            break
+        if len(finished) == width and finished[-1].mean >= max(beam.mean for _, beam in going):
+            break
+        forward.select([parent for parent, _ in going])
+        beams = [beam for _, beam in going]
+        new = [1] * len(beams)
+    return max(finished, key=lambda beam: beam.mean)
+
+
+def _finish(
+    beam: _Beam, token: int, end: int | None, stop: Sequence[str], tokenizer: TextTokenizer | None
+) -> str | None:
+    if token == end:
+        return "end"
+    if stop and tokenizer is not None and any(text in tokenizer.decode(beam.tokens) for text in stop):
+        return "stop"
+    return None
+
+
+def _text(tokens: list[int], stop: Sequence[str], tokenizer: TextTokenizer | None) -> str:
+    """The text of a continuation, up to the first stop string."""
+    if tokenizer is None:
+        return ""
+    text = tokenizer.decode(tokens)
+    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]

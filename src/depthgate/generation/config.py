@@ -1,0 +1,107 @@
+"""How a token is chosen. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from depthgate.errors import InvalidValueError, check_choice, check_count, check_positive
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. The filters work in this order, as Hugging Face's do.
+
+    Args:
+        repetition_penalty: what the logit of a token that occurred is divided by, or multiplied by where it is negative
+        temperature: what logits are divided by; 0 always takes the best token
+        top_k: keep this many of the best tokens, and those that tie with the last of them
+        top_p: keep the fewest best tokens that have this probability together
+        min_p: keep tokens of at least this share of the best one's probability
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (_real(self.temperature) and 0 <= self.temperature < math.inf):
+            raise InvalidValueError(
+                f"temperature is {self.temperature!r}: it must be a finite number from 0, where 0 takes the best token"
+            )
+        if self.top_k is not None:
+            check_count(self.top_k, "top_k")
+        if self.top_p is not None and not (_real(self.top_p) and 0 < self.top_p <= 1):
+            raise InvalidValueError(
+                f"top_p is {self.top_p!r}: it must be a number in (0, 1], where 1 keeps every token"
+            )
+        if self.min_p is not None and not (_real(self.min_p) and 0 <= self.min_p <= 1):
+            raise InvalidValueError(
+                f"min_p is {self.min_p!r}: it must be a number in [0, 1], where 0 keeps every token"
+            )
+        check_positive(self.repetition_penalty, "repetition_penalty")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the best token is always taken, and no random number is needed."""
+        return self.temperature == 0
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Continue a text, or several; without a prompt, line by line as you type.
+
+    Args:
+        model: folder of a run, or of one of its checkpoints
+        prompt: text to continue; may be given several times
+        max_new_tokens: tokens to add at most
+        temperature: 0 takes the likeliest token; 1 samples as the model says
+        top_k: sample among this many of the likeliest tokens
+        top_p: sample among the likeliest tokens that together have this probability
+        min_p: leave out tokens less likely than this share of the likeliest
+        repetition_penalty: above 1 makes tokens that were there less likely
+        stop: text at which to end; may be given several times
+        seed: seed of the sampling of every prompt
+        beams: keep this many of the likeliest continuations, instead of sampling
+        no_cache: compute everything again for each token; the same text, slower
+        depth: colour each token by how many layers it went through
+        chunk: tokens of a prompt computed at once
+        device: cpu, cuda, or auto
+    """
+
+    model: str
+    prompt: list[str] | None = None
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    stop: list[str] | None = None
+    seed: int = 0
+    beams: int = 1
+    no_cache: bool = False
+    depth: bool = False
+    chunk: int = 512
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "beams", "chunk"):
+            check_count(getattr(self, name), name)
+        check_count(self.seed, "seed", minimum=0, maximum=2**63 - 1)
+        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+        for name in ("prompt", "stop"):
+            if any(not text for text in getattr(self, name) or []):
+                raise InvalidValueError(f"a {name} is empty: give some text, or leave it out")
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """The options of sampling alone."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty)

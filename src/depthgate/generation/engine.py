@@ -1,0 +1,225 @@
+"""Generation: prefill with the causal choice, then token by token; rows that finish leave the batch."""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthgate.cache import Cache
+from depthgate.errors import InvalidValueError, check_count
+from depthgate.generation.config import Sampling
+from depthgate.generation.requests import Generation, Prompt, requests
+from depthgate.generation.sampling import Draws, check_logits, pick
+from depthgate.generation.text import TextStream
+from depthgate.model import Decoder
+from depthgate.routing import Plans, Slots
+from depthgate.train.tokenizer import TextTokenizer
+
+
+class Event(NamedTuple):
+    """One token of one request."""
+
+    request: int  # which prompt
+    token: int
+    text: str  # what may be shown now; held back while it may be half a character or the beginning of a stop string
+    depth: int | None  # layers that the token before it went through: the one this was predicted from
+    finish: str | None  # end, stop, length or context where this was the last one
+
+
+class _Row:
+    """A request that is under way."""
+
+    def __init__(self, number: int, ids: list[int], stream: TextStream | None, result: Generation) -> None:
+        self.number, self.ids, self.stream, self.result = number, ids, stream, result
+
+
+class Forward:
+    """The model over rows of tokens, with a cache or without: logits of the next token of each row."""
+
+    def __init__(self, model: Decoder, rows: int, cached: bool, chunk: int) -> None:
+        self.model, self.chunk = model, chunk
+        self.cache = Cache(len(model.layers), rows) if cached else None
+        self.device = model.embed.weight.device
+
+    def __call__(self, texts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
+        """`texts`, all tokens of each row, of which the last `new` have not been computed yet -> logits (B, V), and
+        where each of them went (L, B, T), padded at the left, a row for each routed layer."""
+        if self.cache is None:
+            new = [len(ids) for ids in texts]
+        width = max(new)
+        tokens = torch.zeros(len(texts), width, dtype=torch.long)
+        pos = torch.full((len(texts), width), -1)
+        for b, (ids, n) in enumerate(zip(texts, new, strict=True)):
+            tokens[b, width - n :] = torch.tensor(ids[len(ids) - n :])
+            pos[b, width - n :] = torch.arange(len(ids) - n, len(ids))
+        tokens, pos = tokens.to(self.device), pos.to(self.device)
+        step = self.chunk if self.cache is not None else width
+        went = []
+        for start in range(0, width, step):
+            part = slice(start, start + step)
+            x, plans = self.model.hidden(tokens[:, part], pos[:, part], causal=True, caches=self.cache)
+            went.append(_entered(plans, x))
+        return self.model.head(x[:, -1]).float(), torch.cat(went, 2)
+
+    def select(self, rows: list[int]) -> None:
+        """Go on with these rows."""
+        if self.cache is not None:
+            self.cache.select(torch.tensor(rows, dtype=torch.long, device=self.device))
+
+
+def _entered(plans: Plans, x: Tensor) -> Tensor:
+    """(L, B, T) bool: which tokens entered each routed layer."""
+    chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
+    return torch.stack(chosen) if chosen else x.new_zeros(0, *x.shape[:2], dtype=torch.bool)
+
+
+@torch.inference_mode()
+def stream(
+    model: Decoder,
+    todo: list[Generation],
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    seeds: Sequence[int],
+    stop: Sequence[str] = (),
+    cache: bool = True,
+    chunk: int = 512,
+    tokenizer: TextTokenizer | None = None,
+    forward: "Forward | None" = None,
+    computed: int = 0,
+) -> Generator[Event]:
+    """Tokens as they come. `todo` fills up with the results. To go on with a conversation, hand in the `forward` that
+    has its first `computed` tokens in its cache."""
+    end = None if tokenizer is None else tokenizer.end
+    draws = Draws(seeds)
+    rows = [
+        _Row(i, list(r.prompt_tokens), None if tokenizer is None else TextStream(tokenizer, stop), r)
+        for i, r in enumerate(todo)
+    ]
+    forward = Forward(model, len(rows), cache, chunk) if forward is None else forward
+    routed = sum(kind in ("mod", "mode") for kind in model.config.kinds)
+    whole = len(model.layers) - routed  # layers that every token goes through
+    for result in todo:
+        result.routed = [0] * routed
+    new = [len(row.ids) - computed for row in rows]
+    seen = _seen(rows, model) if sampling.repetition_penalty != 1 else None
+    for step in range(max_new_tokens):
+        logits, went = forward([row.ids for row in rows], new)
+        check_logits(logits)
+        _note(rows, new, went, whole, cache)
+        uniform = draws.at([row.number for row in rows], step).to(logits.device)
+        tokens = pick(logits, sampling, seen, uniform)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        for row, token in zip(rows, tokens.tolist(), strict=True):
+            row.ids.append(token)
+            row.result.finish = _finish(row, token, end, step + 1 == max_new_tokens, model.config.context)
+            yield Event(row.number, token, _said(row, token, end), row.result.depths[-1], row.result.finish)
+        stay = [i for i, row in enumerate(rows) if row.result.finish is None]
+        if not stay:
+            return
+        if len(stay) < len(rows):
+            forward.select(stay)
+            seen = None if seen is None else seen[stay]
+            rows = [rows[i] for i in stay]
+        new = [1] * len(rows)
+
+
+def _note(rows: list[_Row], new: list[int], went: Tensor, whole: int, cached: bool) -> None:
+    """Where the tokens of this pass went, for each row."""
+    entered = went.long().cpu()
+    for b, row in enumerate(rows):
+        n = new[b] if cached else len(row.ids)
+        mine = entered[:, b, entered.shape[2] - n :]
+        depths, counts = (mine.sum(0) + whole).tolist(), mine.sum(1).tolist()
+        if cached:
+            row.result.depths += depths
+            row.result.routed = [a + b for a, b in zip(row.result.routed, counts, strict=True)]
+        else:
+            row.result.depths, row.result.routed = depths, counts
+
+
+def _said(row: _Row, token: int, end: int | None) -> str:
+    """The text that a token adds."""
+    if row.stream is None:
+        row.result.tokens.append(token)
+        return ""
+    text = "" if token == end else row.stream.push(token)
+    if row.stream.stopped:
+        row.result.finish = "stop"
+    if row.result.finish is not None:
+        text += row.stream.finish()
+    row.result.tokens.append(token)
+    row.result.text += text
+    return text
+
+
+def _finish(row: _Row, token: int, end: int | None, last: bool, context: int) -> str | None:
+    if token == end:
+        return "end"
+    if last:
+        return "length"
+    return "context" if len(row.ids) >= context else None
+
+
+def _seen(rows: list[_Row], model: Decoder) -> Tensor:
+    """(B, V) bool: the tokens of each row so far."""
+    seen = torch.zeros(len(rows), model.config.vocab, dtype=torch.bool)
+    for b, row in enumerate(rows):
+        seen[b, row.ids] = True
+    return seen.to(model.embed.weight.device)
+
+
+def generate(
+    model: Decoder,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: str | Sequence[str] = (),
+    seed: int | Sequence[int] = 0,
+    beams: int = 1,
+    cache: bool = True,
+    chunk: int = 512,
+    callback: Callable[[Event], None] | None = None,
+) -> list[Generation]:
+    """Continue every prompt (text, or token ids) by at most `max_new_tokens`; one result for each, in their order.
+
+    temperature: 0 takes the likeliest token. seed: of every request, or one for each; a request's tokens depend on its
+    prompt and seed alone, whatever else is in the batch. stop: texts at which to end. beams: keep this many of the
+    likeliest continuations instead of sampling. cache: keep keys and values; without, everything is computed again for
+    each token, with the same result. chunk: tokens of a prompt computed at once. callback: gets each token as it comes.
+    """
+    tokenizer = getattr(model, "tokenizer", None)
+    todo = requests(model, prompts, tokenizer)
+    options = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    check_count(max_new_tokens, "max_new_tokens")
+    check_count(chunk, "chunk")
+    seeds = [seed] * len(todo) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(todo):
+        raise InvalidValueError(f"seed has {len(seeds)} numbers for {len(todo)} prompts: give one, or one for each")
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if check_count(beams, "beams") > 1:
+        from depthgate.generation.beams import search
+
+        return search(model, todo, beams, max_new_tokens, stops, cache, chunk, tokenizer)
+    events = stream(
+        model,
+        todo,
+        options,
+        max_new_tokens=max_new_tokens,
+        seeds=seeds,
+        stop=stops,
+        cache=cache,
+        chunk=chunk,
+        tokenizer=tokenizer,
+    )
+    for event in events:
+        if callback is not None:
+            callback(event)
+    return todo
