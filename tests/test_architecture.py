@@ -29,7 +29,10 @@ ALLOWED = {
     "loading": {"errors", "config", "flops", "model", "train"},
     "encoders": {"errors", "ops", "routing", "layers"},
     "view": {"errors", "routing", "view"},
-    "bench": {"errors", "config", "flops", "ops", "routing", "layers", "encoders", "model", "train", "bench"},
+    "bench": {
+        *("errors", "config", "presets", "flops", "ops", "routing", "layers", "encoders", "model", "train"),
+        *("generation", "bench"),
+    },
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
     "cli": {"_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"},
     "__main__": {"cli"},

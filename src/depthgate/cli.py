@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from depthgate._version import __version__
-from depthgate.bench.config import BenchLayersConfig, BenchTrainConfig
+from depthgate.bench.config import BenchGenerateConfig, BenchLayersConfig, BenchTrainConfig
 from depthgate.config import DemoConfig, EvalConfig, PresetsConfig, TrainConfig, build
 from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
@@ -99,6 +99,12 @@ def _bench_train(config: BenchTrainConfig, as_json: bool) -> None:
     run(config, as_json)
 
 
+def _bench_generate(config: BenchGenerateConfig, as_json: bool) -> None:
+    from depthgate.bench.generate import run
+
+    run(config, as_json)
+
+
 # verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
@@ -107,6 +113,7 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _bench_layers),
     "bench-train": (BenchTrainConfig, _bench_train),
+    "bench-generate": (BenchGenerateConfig, _bench_generate),
     "demo": (DemoConfig, _demo),
 }
 

@@ -48,7 +48,7 @@ class BenchLayersConfig:
     @property
     def widths(self) -> list[int]:
         """`dims` as numbers."""
-        return _widths(self.dims)
+        return _numbers(self.dims, "dims")
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,63 @@ class BenchTrainConfig:
     @property
     def widths(self) -> list[int]:
         """`dims` as numbers."""
-        return _widths(self.dims)
+        return _numbers(self.dims, "dims")
 
     @property
     def llama_widths(self) -> list[int]:
         """`llama` as numbers."""
-        return [] if self.llama is None else _widths(self.llama)
+        return [] if self.llama is None else _numbers(self.llama, "llama")
 
 
-def _widths(dims: str | int) -> list[int]:
+@dataclass(frozen=True)
+class BenchGenerateConfig:
+    """Time decoding and count K/V memory of a Mixture-of-Depths decoder and of its dense twin.
+
+    Args:
+        shape: tiny, 124m or 1b: that of the presets
+        batches: numbers of sequences decoded at once, separated by commas
+        contexts: tokens that the cache holds already, separated by commas
+        new_tokens: timed tokens of every sequence
+        uncached: also without a cache, where everything is computed again for each token
+        llama: also Hugging Face's generate with a model of the dense shape
+        device: cpu or cuda
+        dtype: float32 or bfloat16
+        seed: seed of weights and data
+    """
+
+    shape: str = "tiny"
+    batches: str | int = "1,8"
+    contexts: str | int = "256"
+    new_tokens: int = 32
+    uncached: bool = True
+    llama: bool = False
+    device: str = "cpu"
+    dtype: str = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.shape, "shape", ("tiny", "124m", "1b"))
+        for name in ("batches", "contexts"):
+            for number in _numbers(getattr(self, name), name):
+                check_count(number, name)
+        check_count(self.new_tokens, "new_tokens")
+        check_count(self.seed, "seed", minimum=0)
+        check_choice(self.device, "device", ("cpu", "cuda"))
+        check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
+
+    @property
+    def batches_(self) -> list[int]:
+        """`batches` as numbers."""
+        return _numbers(self.batches, "batches")
+
+    @property
+    def contexts_(self) -> list[int]:
+        """`contexts` as numbers."""
+        return _numbers(self.contexts, "contexts")
+
+
+def _numbers(given: str | int, name: str) -> list[int]:
     try:
-        return [int(width) for width in str(dims).split(",")]
+        return [int(number) for number in str(given).split(",")]
     except ValueError:
-        raise InvalidValueError(f"dims is {dims!r}: it must be whole numbers separated by commas") from None
+        raise InvalidValueError(f"{name} is {given!r}: it must be whole numbers separated by commas") from None

@@ -1,0 +1,222 @@
+"""`depthgate bench generate`: tokens a second and K/V memory of a Mixture-of-Depths decoder and of its dense twin.
+
+Weights are random. The causal rule of every routed layer is shifted so that it routes the configured share of random
+tokens, and caches are filled with random keys and values at that share, as if a text of `context` tokens had been read.
+A model is timed only after its cached continuation of a short text was that of the uncached one.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from depthgate.bench.config import BenchGenerateConfig
+from depthgate.bench.measure import machine
+from depthgate.config import ModelConfig
+from depthgate.errors import DepthgateError
+from depthgate.flops import parameters
+from depthgate.generation.engine import Forward, generate
+from depthgate.layers import MoD
+from depthgate.model import Decoder
+from depthgate.presets import train_config
+from depthgate.routing import Predictor, Scores, Slots, Threshold
+
+_CHECKED = 12  # tokens
+_PROMPT = 16
+
+
+def _models(config: BenchGenerateConfig) -> dict[str, ModelConfig]:
+    context = max(config.contexts_) + config.new_tokens + 1
+    presets = ("tiny-dense", "tiny-mod") if config.shape == "tiny" else (f"dense-{config.shape}", f"mod-{config.shape}")
+    shapes = dict(zip(("dense", "MoD"), (train_config(name).model for name in presets), strict=True))
+    layers = shapes["MoD"].layers  # twins: the same weights but for the routers
+    return {name: replace(shape, context=context, layers=layers) for name, shape in shapes.items()}
+
+
+def _built(shape: ModelConfig, config: BenchGenerateConfig) -> Decoder:
+    torch.manual_seed(config.seed)
+    model = Decoder(shape).to(config.device, getattr(torch, config.dtype)).eval()
+    _calibrate(model)
+    return model
+
+
+@torch.inference_mode()
+def _calibrate(model: Decoder) -> None:
+    """Shift every causal rule, from the first layer on, to route the router's capacity of random tokens."""
+    tokens = torch.randint(model.config.vocab, (8, 256), device=model.embed.weight.device)
+    for layer in model.layers:
+        if not isinstance(layer, MoD):
+            continue
+        _, plans = model.hidden(tokens, causal=True)
+        place = [other for other in model.layers if isinstance(other, MoD)].index(layer)
+        plan = [plan for plan in plans if isinstance(plan, Slots)][place]
+        edge = plan.decision.flatten().float().quantile(1 - layer.router.capacity)
+        rule = layer.router.rule
+        if isinstance(rule, Threshold):
+            rule.average.fill_(plan.scores.flatten().float().quantile(1 - layer.router.capacity))
+            rule.weight.fill_(1.0)
+        else:
+            bias = rule.down.bias if isinstance(rule, Predictor) else layer.router.proj.bias
+            assert isinstance(rule, Predictor | Scores)
+            assert bias is not None
+            bias.sub_(edge.to(bias.dtype))
+
+
+def _filled(model: Decoder, batch: int, context: int) -> Forward:
+    """A cache that holds `context` tokens of random keys and values; routed layers their share of them."""
+    forward = Forward(model, batch, True, 512)
+    assert forward.cache is not None
+    c = model.config
+    heads, size = c.kv_heads or c.heads, c.dim // c.heads
+    for layer, store in zip(model.layers, forward.cache, strict=True):
+        share = layer.router.capacity if isinstance(layer, MoD) else 1.0
+        n = max(1, int(share * context))
+        pos = torch.arange(context, device=forward.device)[-n:].expand(batch, n)
+        shape = (batch, heads, n, size)
+        k, v = (torch.randn(shape, device=pos.device, dtype=model.embed.weight.dtype) for _ in range(2))
+        store.append(k, v, pos)
+    return forward
+
+
+def _sync(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@torch.inference_mode()
+def _tokens_per_second(forward: Forward, texts: list[list[int]], config: BenchGenerateConfig) -> float:
+    """Greedy steps of the whole batch, one after another."""
+    seconds = []
+    cached = forward.cache is not None
+    steps = config.new_tokens if cached else min(4, config.new_tokens)
+    for step in range(steps):
+        _sync(config.device)
+        start = time.perf_counter()
+        logits, _ = forward(texts, [1] * len(texts))
+        for text, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
+            text.append(token)
+        _sync(config.device)
+        if step >= min(3, steps - 1):  # the first ones warm up
+            seconds.append(time.perf_counter() - start)
+    return len(texts) / median(seconds)
+
+
+def _right(model: Decoder, config: BenchGenerateConfig) -> bool:
+    """Whether a cached greedy continuation is the uncached one; in low precision, whether all but a tie or two is."""
+    torch.manual_seed(config.seed)
+    prompts = torch.randint(model.config.vocab, (2, _PROMPT)).tolist()
+    options: dict[str, Any] = {"max_new_tokens": _CHECKED, "temperature": 0}
+    wide = config.dtype == "float32"
+    checked = model if wide else _as_float(model)
+    a, b = (generate(checked, prompts, **options, cache=cache) for cache in (True, False))
+    if not wide:
+        model.to(getattr(torch, config.dtype))
+    return [r.tokens for r in a] == [r.tokens for r in b] and [r.routed for r in a] == [r.routed for r in b]
+
+
+def _as_float(model: Decoder) -> Decoder:
+    """In place: rounding to bf16 and back changes nothing, and two copies of a large model may not fit."""
+    return model.float()
+
+
+def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[str, Any]]:
+    _say(f"{name}: {parameters(shape):,} parameters")
+    model = _built(shape, config)
+    if not _right(model, config):
+        return [{"model": name, "error": "cached and uncached tokens differ"}]
+    rows = []
+    for batch in config.batches_:
+        for context in config.contexts_:
+            for cached in (True, False) if config.uncached else (True,):
+                texts = torch.randint(shape.vocab, (batch, context + 1)).tolist()
+                forward = _filled(model, batch, context) if cached else Forward(model, batch, False, 512)
+                speed = _tokens_per_second(forward, texts, config)
+                row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
+                row["tokens_per_second"] = speed
+                if forward.cache is not None:
+                    row["kv_bytes"] = forward.cache.nbytes
+                rows.append(row)
+                _say(json.dumps(row))
+                del forward
+    return rows
+
+
+def _llama_rows(shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[str, Any]]:
+    """Hugging Face's generate over a model of the dense shape, random weights, greedy, its own dynamic cache."""
+    from depthgate.bench.llama import llama_generate
+
+    rows = []
+    for batch in config.batches_:
+        for context in config.contexts_:
+            speed = llama_generate(shape, batch, context, config.new_tokens, config.device, config.dtype, config.seed)
+            row = {"model": "Llama, transformers", "batch": batch, "context": context, "cache": True}
+            rows.append({**row, "tokens_per_second": speed})
+            _say(json.dumps(rows[-1]))
+    return rows
+
+
+def run(config: BenchGenerateConfig, as_json: bool) -> None:
+    """Measure, print one table or one JSON object; raises at the end if a model was wrong."""
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise DepthgateError("device is 'cuda', but no CUDA device is available: use --device cpu")
+    shapes = _models(config)
+    rows = [row for name, shape in shapes.items() for row in _rows(name, shape, config)]
+    if config.llama:
+        rows += _llama_rows(shapes["dense"], config)
+    _with_ratios(rows)
+    about = machine(config.device)
+    if as_json:
+        print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
+    else:
+        _print_table(about, config, rows)
+    if wrong := [row["model"] for row in rows if "error" in row]:
+        raise DepthgateError(f"cached and uncached tokens differ, not timed: {', '.join(wrong)}")
+
+
+def _with_ratios(rows: list[dict[str, Any]]) -> None:
+    """Each row beside that of the dense model."""
+    key: Callable[[dict[str, Any]], tuple[Any, ...]] = lambda row: (row["batch"], row["context"], row["cache"])  # noqa: E731
+    dense = {key(row): row for row in rows if row["model"] == "dense" and "error" not in row}
+    for row in rows:
+        if "error" not in row and (twin := dense.get(key(row))):
+            row["speed_ratio"] = row["tokens_per_second"] / twin["tokens_per_second"]
+            if "kv_bytes" in row:
+                row["kv_ratio"] = row["kv_bytes"] / twin["kv_bytes"]
+
+
+def _say(text: str) -> None:
+    """Progress, on stderr so that stdout holds results alone."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _print_table(about: dict[str, Any], config: BenchGenerateConfig, rows: list[dict[str, Any]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"Decoding, shape {config.shape}, random weights, {config.dtype}, {config.new_tokens} tokens: medians"
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("model", "batch", "context", "cache", "tokens/s", "K/V MiB", "speed x", "K/V x"):
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["model"], row["error"], style="red")
+            continue
+        table.add_row(
+            row["model"],
+            str(row["batch"]),
+            str(row["context"]),
+            "yes" if row["cache"] else "no",
+            f"{row['tokens_per_second']:,.1f}",
+            f"{row['kv_bytes'] / 2**20:.2f}" if "kv_bytes" in row else "-",
+            f"{row.get('speed_ratio', float('nan')):.2f}",
+            f"{row['kv_ratio']:.3f}" if "kv_ratio" in row else "-",
+        )
+    console = Console(width=max(120, Console().width))
+    console.print(table)
+    console.print(", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
