@@ -1,0 +1,92 @@
+"""`depthgate generate` from outside, on a model that was really trained, a little."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from depthgate.cli import main
+from tests.train.tiny import train, write_data
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("generate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder / "home"))
+        assert train(folder / "run", write_data(folder / "text.jsonl"), 6, "--model.pattern=dense,mod") == 0
+    return str(folder / "run")
+
+
+def said(capsys, *words):
+    code = main(["generate", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_text_with_and_without_a_cache_is_the_same(model, capsys):
+    for options in (["--temperature", "0"], ["--seed", "7"], ["--seed=7", "--top-k=5", "--temperature=0.8"]):
+        words = ["--model", model, "--prompt", "the quick", "--max-new-tokens", "14", *options]
+        code, out, _ = said(capsys, *words)
+        assert code == 0
+        assert len(out) > 1
+        assert said(capsys, *words, "--no-cache")[1] == out
+    assert said(capsys, *words[:-3], "--seed=8")[1] != said(capsys, *words[:-3], "--seed=7")[1]
+
+
+def test_json_is_one_object_and_agrees_with_the_text(model, capsys):
+    words = ["--model", model, "--max-new-tokens", "9", "--seed", "3"]
+    code, out, _ = said(capsys, *words, "--prompt", "a lazy", "--prompt", "fox", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert [r["prompt"] for r in report["results"]] == ["a lazy", "fox"]
+    assert report["tokens_per_second"] > 0
+    for result in report["results"]:
+        assert len(result["tokens"]) <= 9
+        assert len(result["routed_share"]) == 1
+        assert 0 <= result["routed_share"][0] <= 1
+        alone = said(capsys, *words, "--prompt", result["prompt"])[1]
+        assert alone == result["text"] + "\n"
+    both = said(capsys, *words, "--prompt", "a lazy", "--prompt", "fox")[1]
+    assert all(result["text"] in both for result in report["results"])
+
+
+def test_depth_shows_the_same_text_and_a_legend(model, capsys):
+    words = ["--model", model, "--prompt", "the", "--max-new-tokens", "8", "--seed", "1"]
+    plain = said(capsys, *words)[1]
+    coloured = said(capsys, *words, "--depth")[1]
+    shown = "".join(c for c in plain if c.isprintable())  # what moves a cursor is not coloured, but left out
+    assert "".join(c for c in coloured if c.isprintable()).startswith(shown)
+    assert coloured.splitlines()[-1].split() == ["layers:", "1", "2"]
+
+
+def test_a_conversation_goes_on_from_all_that_was_said(model, capsys):
+    """Two lines typed one after another give what one prompt with all of it gives."""
+    command = [sys.executable, "-m", "depthgate", "generate", "--model", model]
+    command += ["--max-new-tokens", "5", "--temperature", "0"]
+    done = subprocess.run(command, input="fox\ndog\n", capture_output=True, text=True, check=True)
+    words = ["--model", model, "--max-new-tokens", "5", "--temperature", "0", "--json", "--prompt"]
+    first = json.loads(said(capsys, *words, "fox\n")[1])["results"][0]
+    second = json.loads(said(capsys, *words, "fox\n" + first["text"] + "dog\n")[1])["results"][0]
+    assert done.stdout == first["text"] + "\n" + second["text"] + "\n"
+
+
+BAD = {
+    "no model": (["--model", "nowhere", "--prompt", "a"], "nowhere"),
+    "an empty prompt": (["--prompt", ""], "prompt is empty"),
+    "no tokens": (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens is 0"),
+    "a long prompt": (["--prompt", "a" * 99], "context is 32"),
+    "temperature": (["--prompt", "a", "--temperature", "-1"], "temperature"),
+    "top_p": (["--prompt", "a", "--top-p", "2"], "top_p"),
+    "json without a prompt": (["--json"], "--prompt"),
+}
+
+
+@pytest.mark.parametrize(("words", "says"), BAD.values(), ids=BAD.keys())
+def test_bad_input_is_refused(model, capsys, words, says):
+    code, out, err = said(capsys, *(["--model", model] if "--model" not in words else []), *words)
+    assert code == 2
+    assert not out
+    assert says in err
+    assert "Traceback" not in err
