@@ -26,7 +26,7 @@ class _Terminated(BaseException):
     """SIGTERM, while there is nothing to save yet."""
 
 
-def _train(config: TrainConfig, as_json: bool, resume: bool) -> int:  # noqa: ARG001
+def _train(config: TrainConfig, as_json: bool, resume: bool) -> int:
     def stop(*_: object) -> NoReturn:
         raise _Terminated
 
@@ -37,7 +37,10 @@ def _train(config: TrainConfig, as_json: bool, resume: bool) -> int:  # noqa: AR
     try:
         from depthgate.train.loop import train
 
-        return train(config, resume)
+        code = train(config, resume)
+        if as_json and int(os.environ.get("RANK") or 0) == 0:  # the last row of metrics
+            print(Path(config.out, "metrics.jsonl").read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
+        return code
     finally:
         if before is not None:
             signal.signal(signal.SIGTERM, before)
@@ -74,8 +77,6 @@ def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
 
 
 def _demo(config: DemoConfig, as_json: bool) -> int:
-    # Before torch is loaded. Threads that spin while they wait make a step ten times slower where cores are shared.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from depthgate.demo import run
 
     return run(config, as_json)
@@ -217,7 +218,19 @@ def _parse(argv: Sequence[str]) -> Namespace:
     options = build_parser(_preset_of(words)).parse_args(words)
     if options.verb == "train" and not isinstance(options.train.model, Namespace):
         raise InvalidValueError(f"model is {options.train.model!r}: it must be a group of options, such as model.dim")
+    if options.verb == "train":
+        _settle_vocab(options.train)
     return options
+
+
+def _settle_vocab(options: Namespace) -> None:
+    """A vocabulary asks for a bpe tokenizer; one that only the preset asked for gives way to another tokenizer."""
+    start = preset(options.preset)
+    if options.vocab is not None and options.tokenizer != "bpe":
+        if options.vocab == start.get("vocab"):
+            options.vocab = None
+        elif options.tokenizer == start.get("tokenizer", "bytes"):
+            options.tokenizer = "bpe"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -252,6 +265,8 @@ def _refuse(why: object) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
+    # Before torch is loaded. Threads that spin while they wait make a step ten times slower where cores are shared.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = _parse(argv)
     config_type, function = _VERBS[options.verb]
     options = options[options.verb]

@@ -104,6 +104,9 @@ class ModelConfig:
         check_choice(self.gate, "gate", GATE_NAMES)
         check_choice(self.rule, "rule", RULE_NAMES)
         check_positive(self.rope_base, "rope_base")
+        for name in ("qk_norm", "tied"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidValueError(f"{name} is {getattr(self, name)!r}: it must be true or false")
         if not isinstance(self.pattern, str):
             raise InvalidValueError(f"pattern is {self.pattern!r}: it must be kinds of layers, as dense,mod")
         for kind in self.pattern.split(","):
@@ -133,7 +136,7 @@ class TrainConfig:
         preset: where all other options start from (see depthgate presets)
         device: cpu, cuda, or auto: cuda where there is one
         seed: seed of weights and of the order of the data
-        validation: data to evaluate on; a share of the data unless given
+        validation: text for `depthgate eval --data heldout`; a share of the data is held out unless given
         tokenizer: bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer
         vocab: size of a bpe tokenizer
         model: the model
@@ -155,7 +158,8 @@ class TrainConfig:
         dtype: float32, or bfloat16: products in bfloat16, weights in float32
         compile: compile the layers with torch.compile
         cuda_graph: on cuda, record a step once and replay it as a CUDA graph, where it can be one
-        max_documents: most documents in a sequence; the tokens of further ones are left out
+        max_documents: most documents in a sequence; the tokens of further ones are left out. Unless given, as many as
+            the data needs
         workers: threads that prepare batches
         checkpoint_every: steps between checkpoints
         keep: checkpoints kept
@@ -191,7 +195,7 @@ class TrainConfig:
     dtype: str = "float32"
     compile: bool = False
     cuda_graph: bool = True
-    max_documents: int = 16
+    max_documents: int | None = None
     workers: int = 0
     checkpoint_every: int = 100
     keep: int = 2
@@ -199,8 +203,10 @@ class TrainConfig:
     most_bad_steps: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "accumulate", "max_documents", "checkpoint_every", "most_bad_steps"):
+        for name in ("steps", "batch", "accumulate", "checkpoint_every", "most_bad_steps"):
             check_count(getattr(self, name), name)
+        if self.max_documents is not None:
+            check_count(self.max_documents, "max_documents")
         for name in ("seed", "warmup", "capacity_steps"):
             check_count(getattr(self, name), name, minimum=0)
         if self.schedule_steps is not None:
@@ -210,8 +216,10 @@ class TrainConfig:
         check_divides(self.accumulate, self.batch, "accumulate", "batch")
         for name in ("lr", "router_lr", "clip"):
             check_positive(getattr(self, name), name)
-        for name in ("weight_decay", "lowest_lr", "rule_loss", "balance_loss", "z_loss"):
+        for name in ("weight_decay", "rule_loss", "balance_loss", "z_loss"):
             check_probability(getattr(self, name), name)
+        if self.lowest_lr != 1:  # a rate that stays as it is
+            check_probability(self.lowest_lr, "lowest_lr")
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
         check_choice(self.optimizer, "optimizer", ("adamw", "muon"))
         check_choice(self.schedule, "schedule", ("cosine", "wsd"))
@@ -221,6 +229,8 @@ class TrainConfig:
         if self.vocab is not None and self.tokenizer != "bpe":
             raise InvalidValueError(f"vocab is {self.vocab}: only --tokenizer bpe takes one; leave it out")
         if self.tokenizer == "bpe":
+            if self.vocab is None:
+                raise InvalidValueError("tokenizer is 'bpe' without a size: give one, as --vocab 8192")
             check_count(self.vocab, "vocab", minimum=257, maximum=2**20)
 
 
@@ -230,7 +240,7 @@ class EvalConfig:
 
     Args:
         model: folder of a run, or of one of its checkpoints
-        data: text, as for depthgate train
+        data: text, as for depthgate train; or heldout: what the run kept from its training (or its validation text)
         batch: sequences computed at once
         device: cpu, cuda, or auto
     """

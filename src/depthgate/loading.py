@@ -80,6 +80,8 @@ def _check_size(config: ModelConfig, weights: Mapping[str, Tensor], path: Path) 
 
 def _tokenizer(folder: Path, vocab: int, known: Any) -> TextTokenizer:
     """The run's tokenizer, which lies beside its checkpoints; these know its hash."""
+    if not folder.is_dir():
+        raise DepthgateError(f"{folder} is missing: it lies beside the checkpoints of a run; copy it along with them")
     tokenizer = load_tokenizer(folder)
     if tokenizer.vocab != vocab:
         raise DepthgateError(f"{folder} has {tokenizer.vocab} tokens, the model {vocab}: one is of another run")

@@ -50,7 +50,7 @@ def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **kw
     plans: Plans = ()
     for layer, cache in zip(layers, caches, strict=True):
         if isinstance(layer, MoD):
-            x, more = layer.into(x, cache=cache, **kwargs)
+            x, more = layer(x, cache=cache, onto=True, **kwargs)
         else:
             update, more = layer(x, cache=cache, **kwargs)
             x = x + update
@@ -149,3 +149,9 @@ class Decoder(nn.Module):
             raise InvalidValueError(f"tokens is {got}: it must be a tensor of shape (batch, tokens)")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise InvalidValueError(f"tokens has dtype {tokens.dtype}: it must be int64 or int32")
+        # A CUDA device would have to be waited for: whoever has ids from elsewhere checks them before.
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = (int(t) for t in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab:
+                wrong = low if low < 0 else high
+                raise InvalidValueError(f"tokens holds {wrong}: ids are from 0 to {self.config.vocab - 1}")

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 from depthgate.train import checkpoint
-from tests.train.test_loop import TINY, rows
+from tests.train.tiny import TINY, rows
 
-pytestmark = pytest.mark.skipif(
-    "DEPTHGATE_TORCHRUN" not in os.environ,
-    reason="set DEPTHGATE_TORCHRUN=1: about one launch in sixty aborts as the interpreter exits, its work done",
-)
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-5}  # sums over processes are in another order, and AdamW divides by small numbers
 
 
@@ -30,7 +26,12 @@ def train(processes, out, data, steps, *options):
     command = [sys.executable, *launch, "-m", "depthgate", "train", "--out", str(out), "--data", str(data)]
     command += ["--steps", str(steps), *TINY, *options]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HOME": str(Path(out).parent / "home")}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    for _ in range(3):
+        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        # About one launch of gloo in sixty aborts as the interpreter exits, its work done and saved; torch's doing.
+        if done.returncode == 0 or "terminate called without an active exception" not in done.stderr:
+            break
+        command += [] if "--resume" in command else ["--resume"]
     assert done.returncode == 0, done.stdout + done.stderr
 
 

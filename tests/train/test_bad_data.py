@@ -178,5 +178,5 @@ def test_eval_of_a_damaged_run(tmp_path, good, capsys):
     shutil.rmtree(tmp_path / "run" / "tokenizer")
     code, out, errors = measure(tmp_path / "run" / "step-5", good, capsys)
     assert (code, out) == (2, "")
-    assert "no tokenizer.json" in errors
+    assert "tokenizer is missing" in errors
     assert checkpoint.steps(tmp_path / "run") == [5, 7]

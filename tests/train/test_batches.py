@@ -248,3 +248,10 @@ def test_a_worker_that_fails_says_so(many, monkeypatch):
     monkeypatch.setattr(packed, "rows", lambda numbers: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         next(batches(packed, 4, workers=2))
+
+
+@pytest.mark.parametrize("lengths", [[40], [3] * 30, [1, 50, 2, 2, 2, 2, 2, 9], [7, 1, 1, 30]])
+def test_the_most_documents_of_a_window_are_those_counted_in_all_of_them(tmp_path, lengths):
+    packed = Packed(documents_of(tmp_path, lengths), 8)
+    counted = max(int(packed[i].doc.max()) + 1 for i in range(len(packed)))
+    assert packed.most_documents == counted

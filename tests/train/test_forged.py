@@ -210,7 +210,7 @@ def test_ties_that_are_no_text_are_refused(run, text):
 
 # The tokenizer lies beside the checkpoints, outside their hashes
 TOKENIZERS = {
-    "gone": (lambda folder: shutil.rmtree(folder), "no tokenizer.json"),
+    "gone": (lambda folder: shutil.rmtree(folder), "tokenizer is missing"),
     "empty": (lambda folder: (folder / "tokenizer.json").write_text(""), "not a tokenizer"),
     "binary": (lambda folder: (folder / "tokenizer.json").write_bytes(b"\x80\0"), "not a tokenizer"),
     "a terabyte": (lambda folder: os.truncate(folder / "tokenizer.json", 2**40), "bytes"),
@@ -250,7 +250,7 @@ def test_the_tokenizer_of_another_run_is_refused_where_the_checkpoint_knows_its_
     change_json(run / "tokenizer" / "tokenizer.json", lambda value: value["model"]["vocab"].update(a=98, b=97))
     refused(run, "is not the tokenizer that the model was trained with")
     shutil.rmtree(run / "tokenizer")
-    refused(run, "no tokenizer.json")
+    refused(run, "tokenizer is missing")
 
 
 # 4, 5, 6, 7: two hundred random mutations of a whole run

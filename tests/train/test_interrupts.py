@@ -87,9 +87,21 @@ def test_stopped_between_the_parts_of_a_step(tmp_path, data, monkeypatch):
     assert same(tmp_path / "a", tmp_path / "whole")
 
 
-def test_asked_twice_a_run_stops_at_once_and_goes_on_from_its_last_checkpoint(tmp_path, data, whole, monkeypatch):
+def test_asked_by_two_at_once_a_run_saves_and_stops(tmp_path, data, monkeypatch):
+    """As where a terminal and a launcher both pass Ctrl-C on."""
+    at_row(monkeypatch, 7, send(signal.SIGINT, signal.SIGINT, signal.SIGTERM))
+    assert train(tmp_path / "a", data, STEPS) == 130
+    assert checkpoint.load(tmp_path / "a").step == 7
+
+
+def test_asked_again_a_run_stops_at_once_and_goes_on_from_its_last_checkpoint(tmp_path, data, whole, monkeypatch):
+    def ask_and_ask_again():
+        send(signal.SIGTERM)()
+        time.sleep(1.1)
+        send(signal.SIGTERM)()
+
     with monkeypatch.context() as patch:
-        at_row(patch, 7, send(signal.SIGTERM, signal.SIGTERM))
+        at_row(patch, 7, ask_and_ask_again)
         assert train(tmp_path / "a", data, STEPS) == 130
     assert checkpoint.load(tmp_path / "a").step == 5
     assert train(tmp_path / "a", data, STEPS, "--resume") == 0

@@ -13,6 +13,7 @@ import torch
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.config import TrainConfig
+from depthgate.errors import DepthgateWarning
 from depthgate.routing import agreement
 from depthgate.train import checkpoint, optim
 from tests.train.tiny import TINY, rows, same, train, write_data
@@ -187,3 +188,54 @@ def test_schedules_by_hand():
     assert optim.capacity(config, 0) == 1.0
     assert optim.capacity(config, 8) == pytest.approx((1 + 0.125) / 2)
     assert optim.capacity(config, 16) == 0.125
+
+
+def test_no_document_is_left_out_unless_asked(tmp_path):
+    """Many short documents in a sequence: all of them are trained on, and a limit is announced."""
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"n{i}"}) + "\n" for i in range(300)))
+    assert train(tmp_path / "all", str(lines), 3) == 0
+    with pytest.warns(DepthgateWarning, match="left out"):
+        train(tmp_path / "few", str(lines), 3, "--max_documents=2")
+    assert rows(tmp_path / "all")[0]["loss"] != rows(tmp_path / "few")[0]["loss"]
+
+
+@pytest.mark.parametrize("pattern", ["dense,mod", "dense,mode", "mod,moe"])
+def test_eval_says_the_same_for_any_batch(tmp_path, data, capsys, pattern):
+    """Shares and agreement are of all tokens, and have one number for each Mixture-of-Depths layer."""
+    assert (
+        train(tmp_path / "a", data, 6, f"--model.pattern={pattern}", "--model.experts=4", "--model.null_experts=1") == 0
+    )
+    capsys.readouterr()
+    found = []
+    for batch in ("1", "3", "64"):
+        assert main(["eval", "--model", str(tmp_path / "a"), "--data", data, "--batch", batch, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    for key in ("agreement", "routed_share", "expert_share", "nats_per_token", "bits_per_byte"):
+        for other in found[1:]:
+            assert other[key] == pytest.approx(found[0][key], rel=1e-5)
+    assert len(found[0]["routed_share"]) == len(found[0]["agreement"]) == 1
+    assert len(found[0]["expert_share"]) == (pattern != "dense,mod")
+
+
+def test_eval_on_what_was_held_out(tmp_path, data, capsys):
+    assert train(tmp_path / "a", data, 3) == 0
+    capsys.readouterr()
+    assert main(["eval", "--model", str(tmp_path / "a"), "--data", "heldout", "--json"]) == 0
+    part = json.loads(capsys.readouterr().out)
+    assert main(["eval", "--model", str(tmp_path / "a"), "--data", data, "--json"]) == 0
+    assert 0 < part["tokens"] < json.loads(capsys.readouterr().out)["tokens"]
+
+
+def test_a_vocabulary_asks_for_bpe_and_presets_give_way(tmp_path, data, capsys):
+    assert train(tmp_path / "bpe", data, 2, "--vocab=270") == 0
+    assert dg.load(tmp_path / "bpe").tokenizer.vocab <= 270
+    small = ["--preset=mod-124m", "--compile=false", "--dtype=float32", "--tokenizer=bytes"]
+    assert train(tmp_path / "bytes", data, 1, *small) == 0
+    assert dg.load(tmp_path / "bytes").config.vocab == 257
+    assert train(tmp_path / "few", data, 1, *small[:-1]) == 0  # a text too small for 32,768 tokens
+
+
+def test_json_prints_the_last_row(tmp_path, data, capsys):
+    assert train(tmp_path / "a", data, 2, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == rows(tmp_path / "a")[-1]

@@ -26,9 +26,10 @@ def run(config: GenerateConfig, as_json: bool) -> int:
             raise DepthgateError("--json needs at least one --prompt")
         return _talk(model, config)
     todo = requests(model, config.prompt, model.tokenizer)
+    forward = Forward(model, len(todo), not config.no_cache, config.chunk)
     start = time.perf_counter()
     code = 0
-    with closing(_events(model, todo, config)) as events:
+    with closing(_events(model, todo, config, forward)) as events:
         try:
             if not as_json and len(todo) == 1 and config.beams == 1:
                 _show(events, model, config.depth)
@@ -39,7 +40,7 @@ def run(config: GenerateConfig, as_json: bool) -> int:
             code = 130
     seconds = time.perf_counter() - start
     if as_json:
-        print(json.dumps(_report(todo, seconds)))
+        print(json.dumps(_report(todo, seconds, forward.kv_bytes)))
     elif len(todo) > 1 or config.beams > 1:
         for result in todo:
             print(f"--- {result.prompt!r}\n{result.text}")
@@ -74,7 +75,7 @@ def _events(
     )
 
 
-def _report(todo: list[Generation], seconds: float) -> dict[str, object]:
+def _report(todo: list[Generation], seconds: float, kv_bytes: int) -> dict[str, object]:
     results = [
         {
             "prompt": result.prompt,
@@ -86,7 +87,8 @@ def _report(todo: list[Generation], seconds: float) -> dict[str, object]:
         for result in todo
     ]
     count = sum(len(result.tokens) for result in todo)
-    return {"results": results, "tokens_per_second": round(count / max(seconds, 1e-9), 3), "seconds": round(seconds, 6)}
+    speed = round(count / max(seconds, 1e-9), 3)
+    return {"results": results, "tokens_per_second": speed, "seconds": round(seconds, 6), "kv_bytes": kv_bytes}
 
 
 def _show(events: Iterator[Event], model: LoadedDecoder, depth: bool) -> None:

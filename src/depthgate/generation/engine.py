@@ -41,6 +41,7 @@ class Forward:
         self.model, self.chunk = model, chunk
         self.cache = Cache(len(model.layers), rows) if cached else None
         self.device = model.embed.weight.device
+        self.kv_bytes = 0  # the most that keys and values took
 
     def __call__(self, texts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
         """`texts`, all tokens of each row, of which the last `new` have not been computed yet -> logits (B, V), and
@@ -60,6 +61,8 @@ class Forward:
             part = slice(start, start + step)
             x, plans = self.model.hidden(tokens[:, part], pos[:, part], causal=True, caches=self.cache)
             went.append(_entered(plans, x))
+        if self.cache is not None:
+            self.kv_bytes = max(self.kv_bytes, self.cache.nbytes)
         return self.model.head(x[:, -1]).float(), torch.cat(went, 2)
 
     def select(self, rows: list[int]) -> None:

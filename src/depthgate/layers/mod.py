@@ -45,23 +45,14 @@ class MoD(nn.Module):
         causal: bool = False,
         plain: bool = False,
         keep: Tensor | None = None,
+        onto: bool = False,
     ) -> tuple[Tensor, Plans]:
-        """`keep` (B, T) bool: tokens routed before all others, whatever their score."""
+        """`keep` (B, T) bool: tokens routed before all others, whatever their score. `onto`: give x with the update
+        added, which is what x + update is, without an update for tokens that have none."""
         plan, rows, inner = self._rows(x, pos, doc, cache, causal, plain, keep)
+        if onto:
+            return (x if rows is None else plan.add(x, rows)), (plan, *inner)
         return (torch.zeros_like(x) if rows is None else plan.combine(rows, x.shape[1])), (plan, *inner)
-
-    def into(
-        self,
-        x: Tensor,
-        pos: Tensor | None = None,
-        doc: Tensor | None = None,
-        cache: Any = None,
-        causal: bool = False,
-        plain: bool = False,
-    ) -> tuple[Tensor, Plans]:
-        """x with the update added: what x + forward(x) gives, without an update for tokens that have none."""
-        plan, rows, inner = self._rows(x, pos, doc, cache, causal, plain)
-        return (x if rows is None else plan.add(x, rows)), (plan, *inner)
 
     def _rows(
         self,
@@ -71,7 +62,7 @@ class MoD(nn.Module):
         cache: Any,
         causal: bool,
         plain: bool,
-        keep: Tensor | None = None,
+        keep: Tensor | None,
     ) -> tuple[Slots, Tensor | None, Plans]:
         """The plan, the block's rows (B, 1, C, D), and the plans within."""
         check_tokens(x, self.router.dim)

@@ -92,6 +92,7 @@ def choose_by_sorting(
 
 
 def _kernel_takes(scores: Tensor) -> bool:
+    # A program of the kernel holds a whole row.
     return scores.is_cuda and 0 < scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works()
 
 

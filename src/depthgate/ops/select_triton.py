@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_TOKENS = 2**14  # in a row: what one program can hold
-
 
 @triton.jit
 def _choose(
@@ -78,20 +76,21 @@ def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Te
     filled = torch.empty(B, E, slots, dtype=torch.bool, device=scores.device)
     place = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
     block = triton.next_power_of_2(T)
-    _choose[(B * E,)](
-        scores.contiguous(),
-        scores if valid is None else valid.contiguous(),
-        scores if doc is None else doc.contiguous(),
-        budgets,
-        index,
-        filled,
-        place,
-        T,
-        slots,
-        E,
-        HAS_VALID=valid is not None,
-        HAS_DOC=doc is not None,
-        BLOCK=block,
-        num_warps=min(16, max(1, block // 256)),
-    )
+    with torch.cuda.device(scores.device):  # kernels go to the current one, whatever their arguments
+        _choose[(B * E,)](
+            scores.contiguous(),
+            scores if valid is None else valid.contiguous(),
+            scores if doc is None else doc.contiguous(),
+            budgets,
+            index,
+            filled,
+            place,
+            T,
+            slots,
+            E,
+            HAS_VALID=valid is not None,
+            HAS_DOC=doc is not None,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 256)),
+        )
     return [index, filled, place]

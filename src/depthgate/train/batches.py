@@ -91,6 +91,14 @@ class Packed:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def most_documents(self) -> int:
+        """The documents of the window that has the most of them."""
+        first = torch.arange(self._length) * self.context
+        ends = torch.stack([first, first + self.context - 1])
+        start, stop = torch.searchsorted(self.documents.bounds, ends, right=True)
+        return int((stop - start).max()) + 1
+
     def __getitem__(self, number: int) -> Rows:
         return Rows(*(part[0] for part in self.rows([number])))
 

@@ -4,27 +4,29 @@ import math
 import signal
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from depthgate.config import ModelConfig, TrainConfig
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.model import Decoder
+from depthgate.presets import preset
 from depthgate.train import checkpoint, optim, run, text
 from depthgate.train.batches import Packed, batches
 from depthgate.train.parallel import World, joined, like
 from depthgate.train.progress import matmul_rate, progress_line, tracker
 from depthgate.train.shards import prepare, tokenize
+from depthgate.train.signals import stop_signals
 from depthgate.train.step import Figures, Step
 from depthgate.train.tokenizer import (
     BPETokenizer,
@@ -89,11 +91,21 @@ def _tokenizer(config: TrainConfig, folder: Path) -> TextTokenizer:
 
 def _with_vocab(config: TrainConfig, tokenizer: TextTokenizer) -> TrainConfig:
     """The model's vocabulary is the tokenizer's, unless the configuration says another, which is an error."""
-    if config.model.vocab not in (ModelConfig.vocab, tokenizer.vocab):
+    if config.model.vocab not in (ModelConfig.vocab, preset(config.preset).get("model.vocab"), tokenizer.vocab):
         raise InvalidValueError(
             f"model.vocab is {config.model.vocab}, but the tokenizer has {tokenizer.vocab} tokens: leave it out"
         )
     return replace(config, model=replace(config.model, vocab=tokenizer.vocab))
+
+
+def _documents(packed: Packed) -> int:
+    """The most documents a sequence will hold; a warning where it would have to hold more."""
+    most = packed.most_documents
+    if packed.max_documents is None or most <= packed.max_documents:
+        return most
+    left_out = f"the tokens of those after the first {packed.max_documents} (max_documents) are left out"
+    warnings.warn(f"a sequence has up to {most} documents: {left_out}", DepthgateWarning, stacklevel=2)
+    return packed.max_documents
 
 
 class _Training:
@@ -109,7 +121,7 @@ class _Training:
             world.compile(self.model)
         world.shard(self.model)
         self.optimizers = optim.build(self.model, config, world)
-        self.step = Step(self.model, self.optimizers, config, world)
+        self.step = Step(self.model, self.optimizers, replace(config, max_documents=_documents(packed)), world)
         self.lag = int(world.device.startswith("cuda"))  # steps under way while the figures of one are read
         self.clock = time.perf_counter()
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -121,7 +133,7 @@ class _Training:
         if resume and checkpoint.steps(self.folder):
             self._restore()
         saved = self.state["step"] if resume else -1
-        with _stop_signals() as stopped, self._record() as record:
+        with stop_signals() as stopped, self._record() as record:
             stream = batches(
                 self.packed,
                 self.config.batch,
@@ -147,8 +159,10 @@ class _Training:
             finish(0)
             if saved != self.state["step"]:
                 self._save()
-        if stopped and self.world.first:
-            print(f"stopped at step {self.state['step']}; go on with --resume", file=sys.stderr)
+        if self.world.first:
+            step = self.state["step"]
+            left = "; go on with --resume" if stopped else ""
+            print(f"{'stopped at' if stopped else 'at'} step {step}, saved in {self.folder}{left}", file=sys.stderr)
         return 130 if signal.SIGINT in stopped else 0
 
     @contextmanager
@@ -269,21 +283,3 @@ class _Training:
         optim.load_state_tensors(self.model, self.optimizers, found.tensors["optimizer"])
         torch.set_rng_state(found.tensors["rng"]["cpu"])
         self.state = dict(found.state)
-
-
-@contextmanager
-def _stop_signals() -> Iterator[list[int]]:
-    """Signals that ask the run to stop after the step it is in; asked twice, it stops at once."""
-    asked: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -124,7 +124,7 @@ def state_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 def load_state_tensors(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """The reverse; what is missing or left over is an error."""
+    """The reverse; what is left over is an error. A weight that never had a gradient has no state."""
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         weight, _, key = name.rpartition(":")

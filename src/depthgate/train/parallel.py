@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -115,7 +116,8 @@ def joined(device: str) -> Iterator[World]:
     if device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    # The others wait while the first one prepares the data.
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo", timeout=timedelta(hours=3))
     try:
         yield World(dist.get_rank(), dist.get_world_size(), device)
     finally:

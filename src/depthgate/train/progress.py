@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from depthgate.errors import DepthgateError
 
+_SECONDS = 10  # between lines in a pipe
 Row = dict[str, Any]
 Show = Callable[[Row], None]
 
@@ -28,32 +28,42 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return 2.0 * n**3 / median(seconds[2:])
+    return 2.0 * n**3 / min(seconds[2:])
 
 
 @contextmanager
 def progress_line(steps: int, done: int) -> Iterator[Show]:
-    """A line on stderr that follows the steps."""
+    """A line on stderr that follows the steps; where stderr is no terminal, a line every few seconds."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[about]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(file=sys.stderr)) as progress:
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _plain_lines(steps)
+        return
+    columns = (MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.fields[about]}"))
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=steps, completed=done, about="")
+        yield lambda row: progress.update(task, completed=row["step"], about=_about(row))
 
-        def show(row: Row) -> None:
-            loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
-            shares = " ".join(f"{share:.2f}" for share in row["routed_share"]) or "all"
-            speed = f"{row['tokens_per_second']:,.0f} tokens/s, {row['utilisation']:.0%} of peak"
-            progress.update(task, completed=row["step"], about=f"loss {loss}, {speed}, routed {shares}")
 
-        yield show
+def _plain_lines(steps: int) -> Show:
+    last = time.monotonic()
+
+    def show(row: Row) -> None:
+        nonlocal last
+        if time.monotonic() > last + _SECONDS or row["step"] == steps:
+            last = time.monotonic()
+            print(f"step {row['step']}/{steps} {_about(row)}", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _about(row: Row) -> str:
+    """What a line says of a step; short, so that it fits into 80 columns with a few routed layers."""
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+    shares = " ".join(f"{share:.2f}".removeprefix("0") for share in row["routed_share"]) or "all"
+    return f"loss {loss} {row['tokens_per_second']:,.0f} tok/s {row['utilisation']:.0%} of peak routed {shares}"
 
 
 def _scalars(row: Row) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: each writes and reads its own rows, and no process ever holds a whole model.
+"""Checkpoints of several processes: each writes and reads its own rows, and none gathers what the others hold.
 
 torch.distributed.checkpoint plans who writes which rows, and who needs which; the folder, the files and the decision
 whether a checkpoint is whole are ours (docs/decisions/005-sharded-checkpoints.md). What goes wrong in one process is

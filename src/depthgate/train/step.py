@@ -49,14 +49,14 @@ class Figures(NamedTuple):
 
 
 def plan_figures(plans: Plans, config: TrainConfig) -> tuple[Tensor | float, list[Tensor]]:
-    """The sum of the weighted losses of all plans, and the routed share of each."""
+    """The sum of the weighted losses of all plans, and the share of tokens that each Mixture-of-Depths layer takes."""
     total: Tensor | float = 0.0
     for plan in plans:
         if isinstance(plan, Groups):
             total = total + config.z_loss * z_loss(plan) + config.balance_loss * load_balance(plan)
         if isinstance(plan, Slots) and config.model.rule != "threshold":
             total = total + config.rule_loss * causal_bce(plan)
-    return total, [routed_share(plan) for plan in plans]
+    return total, [routed_share(plan) for plan in plans if isinstance(plan, Slots)]
 
 
 def precision(config: TrainConfig, device: str) -> AbstractContextManager[object]:
@@ -136,7 +136,9 @@ class Step:
             optim.apply(optimizer, good, norm, config.clip)
         if config.model.rule == "threshold":
             self._move_thresholds(seen, good)
-        return torch.stack([loss, norm, *(torch.stack(layer).mean() for layer in zip(*shares, strict=True))])
+        means = [torch.stack(layer).mean() for layer in zip(*shares, strict=True)]
+        means = [world.sum(mean) / world.size for mean in means] if world.size > 1 else means
+        return torch.stack([loss, norm, *means])
 
     def _move_thresholds(self, seen: list[Plans], good: Tensor) -> None:
         rules = [module for module in self.model.modules() if isinstance(module, Threshold)]
