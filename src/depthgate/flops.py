@@ -1,7 +1,8 @@
 """Parameters and FLOPs of a decoder from its configuration alone. Imports no torch.
 
 A FLOP is a multiply or an add of a matrix product, as torch's FlopCounterMode counts with attention written out: a
-causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice.
+causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice of
+one document a sequence; the empty slots that packed documents need (at most one less than there are) are not counted.
 """
 
 from dataclasses import dataclass
