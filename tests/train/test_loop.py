@@ -239,3 +239,9 @@ def test_a_vocabulary_asks_for_bpe_and_presets_give_way(tmp_path, data, capsys):
 def test_json_prints_the_last_row(tmp_path, data, capsys):
     assert train(tmp_path / "a", data, 2, "--json") == 0
     assert json.loads(capsys.readouterr().out) == rows(tmp_path / "a")[-1]
+
+
+def test_another_number_of_steps_that_moves_the_schedule_is_announced(tmp_path, data):
+    assert train(tmp_path / "a", data, 3, "--schedule_steps=null") == 0
+    with pytest.warns(DepthgateWarning, match="scheduled for 3 steps and is now for 4"):
+        train(tmp_path / "a", data, 4, "--resume", "--schedule_steps=null")

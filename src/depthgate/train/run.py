@@ -65,7 +65,11 @@ def _check_mine(config: TrainConfig, resume: bool, run: Path) -> bool:
     """Whether the run is a new one; an error where the folder is of another, or of something else."""
     known = (run / CONFIG).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
     if resume and known:
-        check_same(plain(config), _recorded(run, config.model.vocab), run)
+        recorded = _recorded(run, config.model.vocab)
+        check_same(plain(config), recorded, run)
+        if config.schedule_steps is None and recorded.get("steps") != config.steps:
+            was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
+            warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=2)
     elif run.exists() and (not run.is_dir() or any(p for p in run.iterdir() if not p.name.startswith("."))):
         what, remedy = ("another run", ", or go on with --resume") if known else ("other files", "")
         raise DepthgateError(f"out is {run}, which holds {what}: choose another folder{remedy}")
