@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthgate.errors import InvalidValueError, check_count
 
-_STEP = 16  # entries a row grows by at least, so that a token does not copy all that were before it
+_STEP = 8  # entries a row grows by at least, so that a token does not copy all that were before it
 _GROWTH = 1.25
 
 
