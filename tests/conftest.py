@@ -1,10 +1,14 @@
 """Shared by all tests: one table of tolerances by dtype, and a fixed start for every test."""
 
 import os
+import signal
 
 import pytest
-import torch
 from hypothesis import settings
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that spin starve shared cores
+
+import torch  # noqa: E402
 
 # (rtol, atol) by dtype: how far two right answers may be apart when they sum in another order.
 TOLERANCE = {
@@ -17,6 +21,8 @@ TOLERANCE = {
 settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("default")
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
