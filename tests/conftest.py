@@ -8,7 +8,7 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that spin starve shared cores
 
-import torch  # noqa: E402
+import torch
 
 # (rtol, atol) by dtype: how far two right answers may be apart when they sum in another order.
 TOLERANCE = {

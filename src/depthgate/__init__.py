@@ -8,7 +8,7 @@ from depthgate._version import __version__
 _HOMES = {
     "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),
-    "depthgate.generation.engine": ("generate",),
+    "depthgate.generation.engine": ("generate", "stream"),
     "depthgate.layers": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
     "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from depthgate.encoders import SoftMoEEncoder as SoftMoEEncoder
     from depthgate.errors import DepthgateError as DepthgateError
     from depthgate.generation.engine import generate as generate
+    from depthgate.generation.engine import stream as stream
     from depthgate.layers import MixtureOfDepths as MixtureOfDepths
     from depthgate.layers import MixtureOfExperts as MixtureOfExperts
     from depthgate.layers import SoftMoE as SoftMoE

@@ -154,7 +154,7 @@ class Cache(Sequence[LayerCache]):
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows, in every layer: finished ones leave, beams change places."""
-        if rows.ndim != 1 or rows.is_floating_point():
+        if rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
             raise InvalidValueError(f"rows is {rows.dtype} of shape {tuple(rows.shape)}: give whole numbers (N,)")
         for layer in self.layers:
             layer.select(rows)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -210,7 +211,8 @@ def _read_yaml(config: str) -> Any:
 def _with_underscores(word: str) -> str:
     """--max-new-tokens=9 -> --max_new_tokens=9: options may be typed either way."""
     name, given, value = word.partition("=")
-    return f"--{name[2:].replace('-', '_')}{given}{value}" if name.startswith("--") else word
+    typed = re.fullmatch(r"--[A-Za-z][\w.-]*", name)  # and not a text that begins so
+    return f"--{name[2:].replace('-', '_')}{given}{value}" if typed else word
 
 
 def _parse(argv: Sequence[str]) -> Namespace:

@@ -8,7 +8,7 @@ import torch
 import depthgate as dg
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
-from depthgate.generation.engine import Forward, stream
+from depthgate.generation.engine import Forward, decode
 from depthgate.generation.requests import requests
 from depthgate.routing import Threshold
 from depthgate.train.tokenizer import ByteTokenizer
@@ -99,7 +99,7 @@ def test_a_layer_stores_and_computes_only_what_enters_it():
         (layer.block if hasattr(layer, "block") else layer).register_forward_pre_hook(count(i), with_kwargs=True)
     todo = requests(model, prompts(5, 3), None)
     forward = Forward(model, 5, True, 512)
-    for _ in stream(model, todo, Sampling(0.0), max_new_tokens=12, seeds=[0] * 5, forward=forward):
+    for _ in decode(model, todo, Sampling(0.0), max_new_tokens=12, seeds=[0] * 5, forward=forward):
         pass
     fed = sum(len(r.depths) for r in todo)
     entered = [sum(r.routed[i] for r in todo) for i in range(2)]
@@ -209,6 +209,14 @@ BAD = {
     "penalty": ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
     "beams": ({"beams": 0}, "beams is 0"),
     "seeds": ({"seed": [1, 2]}, "seed has 2"),
+    "a number among texts": ({"prompts": [[1, 2], 3]}, "a prompt is 3"),
+    "bytes": ({"prompts": b"abc"}, "prompts is bytes"),
+    "no seed": ({"seed": None}, "seed is None"),
+    "no stop": ({"stop": None}, "stop is None"),
+    "an empty stop": ({"stop": ""}, "stop is ''"),
+    "stop without a tokenizer": ({"stop": "a"}, "no tokenizer"),
+    "beams that sample": ({"beams": 2, "top_k": 3}, "beams is 2"),
+    "no callback": ({"callback": 3}, "callback is 3"),
     "text without a tokenizer": ({"prompts": "abc"}, "no tokenizer"),
 }
 
@@ -221,3 +229,25 @@ def test_bad_input_is_refused_before_anything_is_computed(given, says, monkeypat
     monkeypatch.setattr(model, "hidden", lambda *_, **__: pytest.fail("the model was run"))
     with pytest.raises(dg.DepthgateError, match=says):
         dg.generate(model, **{"prompts": [[1, 2]], **given})
+
+
+def test_a_stream_is_the_same_tokens_one_by_one():
+    model = built()
+    options = {"max_new_tokens": 6, "seed": 4}
+    results = dg.generate(model, [[1, 2], [3]], **options)
+    events = dg.stream(model, [[1, 2], [3]], **options)
+    first = next(events)  # before the rest is computed
+    assert (first.request, first.token) == (0, results[0].tokens[0])
+    rest = list(events)
+    assert [e.token for e in [first, *rest] if e.request == 1] == results[1].tokens
+    with pytest.raises(InvalidValueError):
+        dg.stream(model, [[]])  # at once, not when the first token is asked for
+
+
+def test_beams_call_back_too():
+    model = built(vocab=257)
+    model.tokenizer = ByteTokenizer()
+    seen = []
+    result = dg.generate(model, "ab", max_new_tokens=5, beams=3, callback=seen.append)[0]
+    assert [event.token for event in seen] == result.tokens
+    assert "".join(event.text for event in seen) == result.text

@@ -107,7 +107,7 @@ def _tokens_per_second(forward: Forward, texts: list[list[int]], config: BenchGe
 
 
 def _right(model: Decoder, config: BenchGenerateConfig) -> bool:
-    """Whether a cached greedy continuation is the uncached one; in low precision, whether all but a tie or two is."""
+    """Whether a cached greedy continuation is the uncached one, in float32: rounding to bf16 may break ties."""
     torch.manual_seed(config.seed)
     prompts = torch.randint(model.config.vocab, (2, _PROMPT)).tolist()
     options: dict[str, Any] = {"max_new_tokens": _CHECKED, "temperature": 0}

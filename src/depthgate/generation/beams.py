@@ -1,11 +1,11 @@
 """Beam search: the likeliest continuations, several at a time, each with its own rows of the cache."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from depthgate.generation.engine import Forward
+from depthgate.generation.engine import Event, Forward
 from depthgate.generation.requests import Generation
 from depthgate.generation.sampling import check_logits
 from depthgate.model import Decoder
@@ -38,14 +38,19 @@ def search(
     cache: bool,
     chunk: int,
     tokenizer: TextTokenizer | None,
-) -> list[Generation]:
-    """The best continuation of every prompt by log-probability a token; prompts are searched one after another."""
-    for result in todo:
+) -> Generator[Event]:
+    """The best continuation of every prompt by log-probability a token; prompts are searched one after another, and
+    the tokens of each come when it is found, the text with the last."""
+    for number, result in enumerate(todo):
         best = _search(model, result.prompt_tokens, width, max_new_tokens, stop, cache, chunk, tokenizer)
         result.tokens, result.finish = best.tokens, best.finish
         result.depths, result.routed = best.depths, best.routed
         result.text = _text(best.tokens, stop, tokenizer)
-    return todo
+        first = len(result.prompt_tokens) - 1
+        for i, token in enumerate(best.tokens):
+            last = i + 1 == len(best.tokens)
+            text, finish = (result.text, best.finish) if last else ("", None)
+            yield Event(number, token, text, best.depths[first + i], finish)
 
 
 def _search(

@@ -5,13 +5,13 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from io import TextIOWrapper
 
 from rich.console import Console
-from rich.text import Text
 
 from depthgate.errors import DepthgateError
 from depthgate.generation.config import GenerateConfig
-from depthgate.generation.engine import Event, Forward, stream
+from depthgate.generation.engine import Event, Forward, decode
 from depthgate.generation.requests import Generation, requests
 from depthgate.loading import LoadedDecoder, load
 from depthgate.train.loop import resolve_device
@@ -19,6 +19,8 @@ from depthgate.train.loop import resolve_device
 
 def run(config: GenerateConfig, as_json: bool) -> int:
     """Continue the prompts, or talk; the exit code: 0, or 130 where it was interrupted."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may say what a terminal cannot show
     device = resolve_device(config.device)
     model = load(config.model).to(device)
     if not config.prompt:
@@ -31,7 +33,7 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     code = 0
     with closing(_events(model, todo, config, forward)) as events:
         try:
-            if not as_json and len(todo) == 1 and config.beams == 1:
+            if not as_json and len(todo) == 1:
                 _show(events, model, config.depth)
             else:
                 for _ in events:
@@ -41,7 +43,7 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     seconds = time.perf_counter() - start
     if as_json:
         print(json.dumps(_report(todo, seconds, forward.kv_bytes)))
-    elif len(todo) > 1 or config.beams > 1:
+    elif len(todo) > 1:
         for result in todo:
             print(f"--- {result.prompt!r}\n{result.text}")
     return code
@@ -51,16 +53,17 @@ def _events(
     model: LoadedDecoder,
     todo: list[Generation],
     config: GenerateConfig,
-    forward: Forward | None = None,
+    forward: Forward,
     computed: int = 0,
+    drawn: int = 0,
 ) -> Generator[Event]:
     if config.beams > 1:
         from depthgate.generation.beams import search
 
-        cached, chunk = not config.no_cache, config.chunk
-        search(model, todo, config.beams, config.max_new_tokens, config.stop or [], cached, chunk, model.tokenizer)
+        cached, chunk, stop = not config.no_cache, config.chunk, config.stop or []
+        yield from search(model, todo, config.beams, config.max_new_tokens, stop, cached, chunk, model.tokenizer)
         return
-    yield from stream(
+    yield from decode(
         model,
         todo,
         config.sampling,
@@ -72,6 +75,7 @@ def _events(
         tokenizer=model.tokenizer,
         forward=forward,
         computed=computed,
+        drawn=drawn,
     )
 
 
@@ -94,70 +98,60 @@ def _report(todo: list[Generation], seconds: float, kv_bytes: int) -> dict[str, 
 def _show(events: Iterator[Event], model: LoadedDecoder, depth: bool) -> None:
     """Text as it comes; with `depth`, each piece in the colour of how many layers its token went through. That is
     known when the token after it is there, so what is shown is one token behind."""
-    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
-    held: str | None = None
+    colours = depth and Console(file=sys.stdout).is_terminal
+    held = ""
     try:
         for event in events:
-            if not depth:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-                continue
-            if held is not None:
-                console.print(Text(held, style=_style(event.depth, model)), end="")
-            held = event.text
+            said, held = (held, event.text) if depth else (event.text, "")
+            sys.stdout.write(_coloured(said, event.depth, model) if colours and said else said)
+            sys.stdout.flush()
     finally:
-        if held:
-            console.print(Text(held), end="")
-        print(flush=True)
+        print(held, flush=True)
         if depth:
-            _legend(console, model)
+            least = _least(model)
+            names = [(str(n), n) for n in range(least, model.config.layers + 1)]
+            print("layers:", *(_coloured(name, n, model) if colours else name for name, n in names))
 
 
-# From few layers to all of them: light on dark and dark on light alike.
-_COLOURS = ("bright_black", "blue", "cyan", "green", "yellow", "red")
+# From few layers to all of them: readable on dark and on light.
+_COLOURS = (90, 34, 36, 32, 33, 31)  # of a terminal: grey, blue, cyan, green, yellow, red
 
 
-def _style(depth: int | None, model: LoadedDecoder) -> str:
-    if depth is None:
-        return ""
-    least = sum(kind not in ("mod", "mode") for kind in model.config.kinds)
-    span = max(1, model.config.layers - least)
-    return _COLOURS[(depth - least) * (len(_COLOURS) - 1) // span]
+def _least(model: LoadedDecoder) -> int:
+    """Layers that every token goes through."""
+    return sum(kind not in ("mod", "mode") for kind in model.config.kinds)
 
 
-def _legend(console: Console, model: LoadedDecoder) -> None:
-    least = sum(kind not in ("mod", "mode") for kind in model.config.kinds)
-    text = Text("layers: ")
-    for depth in range(least, model.config.layers + 1):
-        text.append(f"{depth} ", style=_style(depth, model))
-    console.print(text)
+def _coloured(text: str, depth: int | None, model: LoadedDecoder) -> str:
+    span = max(1, model.config.layers - _least(model))
+    number = 0 if depth is None else (depth - _least(model)) * (len(_COLOURS) - 1) // span
+    return f"\x1b[{_COLOURS[number]}m{text}\x1b[0m"
 
 
 def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
     """Lines from the user, each continued by the model; the cache keeps all that was said."""
     forward = Forward(model, 1, not config.no_cache, config.chunk)
     ids: list[int] = []
-    computed = 0
+    computed = drawn = 0
     print("Type a text to go on from; an empty line or Ctrl-D ends.", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line.strip():
             return 0
-        ids += model.tokenizer.encode(line)
-        todo = [Generation(line, ids)]
         try:
-            checked = requests(model, [ids], model.tokenizer)
+            todo = requests(model, [ids + model.tokenizer.encode(line)], model.tokenizer)
         except DepthgateError as error:
             print(f"depthgate: {error}", file=sys.stderr)
-            return 0
-        todo[0].prompt_tokens = checked[0].prompt_tokens
+            continue
         try:
-            with closing(_events(model, todo, config, forward, computed)) as events:
+            with closing(_events(model, todo, config, forward, computed, drawn)) as events:
                 _show(events, model, config.depth)
         except KeyboardInterrupt:
             print(file=sys.stderr)
-        ids = todo[0].prompt_tokens + todo[0].tokens
-        computed = len(ids) - 1
-        if forward.cache is not None:  # an interrupted step may have stored a token that was not said
+        said = todo[0].tokens
+        ids, drawn = todo[0].prompt_tokens + said, drawn + len(said)
+        if said:  # else the line was not read to its end, and is read again with the next
+            computed = len(ids) - 1
+        if forward.cache is not None:  # whatever an interrupted step has stored is forgotten
             forward.cache.crop(computed)

@@ -48,6 +48,14 @@ class Sampling:
         """Whether the best token is always taken, and no random number is needed."""
         return self.temperature == 0
 
+    def check_beams(self, beams: int) -> None:
+        """Refuse a number of beams, or beams with options that would have no say."""
+        if check_count(beams, "beams") > 1 and self not in (Sampling(), Sampling(temperature=0.0)):
+            raise InvalidValueError(
+                f"beams is {beams}: a search takes the likeliest, so leave temperature, top_k, top_p, min_p and "
+                "repetition_penalty out"
+            )
+
 
 def _real(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
@@ -97,9 +105,11 @@ class GenerateConfig:
         check_count(self.seed, "seed", minimum=0, maximum=2**63 - 1)
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
         for name in ("prompt", "stop"):
-            if any(not text for text in getattr(self, name) or []):
-                raise InvalidValueError(f"a {name} is empty: give some text, or leave it out")
-        _ = self.sampling
+            if any(not isinstance(text, str) or not text for text in getattr(self, name) or []):
+                raise InvalidValueError(f"a {name} is empty, or no text: give some, or leave it out")
+        self.sampling.check_beams(self.beams)
+        if self.beams > 1 and not self.prompt:
+            raise InvalidValueError(f"beams is {self.beams}: a search needs a --prompt")
 
     @property
     def sampling(self) -> Sampling:

@@ -1,7 +1,7 @@
 """Generation: prefill with the causal choice, then token by token; rows that finish leave the batch."""
 
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def _entered(plans: Plans, x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def stream(
+def decode(
     model: Decoder,
     todo: list[Generation],
     sampling: Sampling,
@@ -91,9 +91,10 @@ def stream(
     tokenizer: TextTokenizer | None = None,
     forward: "Forward | None" = None,
     computed: int = 0,
+    drawn: int = 0,
 ) -> Generator[Event]:
     """Tokens as they come. `todo` fills up with the results. To go on with a conversation, hand in the `forward` that
-    has its first `computed` tokens in its cache."""
+    has its first `computed` tokens in its cache, and how many tokens were `drawn` before."""
     end = None if tokenizer is None else tokenizer.end
     draws = Draws(seeds)
     rows = [
@@ -111,7 +112,7 @@ def stream(
         logits, went = forward([row.ids for row in rows], new)
         check_logits(logits)
         _note(rows, new, went, whole, cache)
-        uniform = draws.at([row.number for row in rows], step).to(logits.device)
+        uniform = draws.at([row.number for row in rows], drawn + step).to(logits.device)
         tokens = pick(logits, sampling, seen, uniform)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
@@ -174,6 +175,27 @@ def _seen(rows: list[_Row], model: Decoder) -> Tensor:
     return seen.to(model.embed.weight.device)
 
 
+def stream(
+    model: Decoder,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    stop: str | Sequence[str] = (),
+    seed: int | Sequence[int] = 0,
+    cache: bool = True,
+    chunk: int = 512,
+) -> Generator[Event]:
+    """The tokens of `generate` one by one, as they come; the options are those of `generate`."""
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, cache, chunk)
+    return decode(model, todo, sampling, **more)
+
+
 def generate(
     model: Decoder,
     prompts: Prompt | Sequence[Prompt],
@@ -196,33 +218,55 @@ def generate(
     temperature: 0 takes the likeliest token. seed: of every request, or one for each; a request's tokens depend on its
     prompt and seed alone, whatever else is in the batch. stop: texts at which to end. beams: keep this many of the
     likeliest continuations instead of sampling. cache: keep keys and values; without, everything is computed again for
-    each token, with the same result. chunk: tokens of a prompt computed at once. callback: gets each token as it comes.
+    each token, with the same result (in float32 or better). chunk: tokens of a prompt computed at once. callback: gets
+    each token as it comes; with beams, when the best continuation is known.
     """
-    tokenizer = getattr(model, "tokenizer", None)
-    todo = requests(model, prompts, tokenizer)
-    options = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    check_count(max_new_tokens, "max_new_tokens")
-    check_count(chunk, "chunk")
-    seeds = [seed] * len(todo) if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(todo):
-        raise InvalidValueError(f"seed has {len(seeds)} numbers for {len(todo)} prompts: give one, or one for each")
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if check_count(beams, "beams") > 1:
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    sampling.check_beams(beams)
+    if callback is not None and not callable(callback):
+        raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")
+    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, cache, chunk)
+    if beams > 1:
         from depthgate.generation.beams import search
 
-        return search(model, todo, beams, max_new_tokens, stops, cache, chunk, tokenizer)
-    events = stream(
-        model,
-        todo,
-        options,
-        max_new_tokens=max_new_tokens,
-        seeds=seeds,
-        stop=stops,
-        cache=cache,
-        chunk=chunk,
-        tokenizer=tokenizer,
-    )
+        events = search(model, todo, beams, max_new_tokens, more["stop"], cache, chunk, more["tokenizer"])
+    else:
+        events = decode(model, todo, sampling, **more)
     for event in events:
         if callback is not None:
             callback(event)
     return todo
+
+
+def _checked(
+    model: Decoder,
+    prompts: Prompt | Sequence[Prompt],
+    max_new_tokens: int,
+    stop: str | Sequence[str],
+    seed: int | Sequence[int],
+    cache: bool,
+    chunk: int,
+) -> tuple[list[Generation], dict[str, Any]]:
+    """The requests, and the options of `decode`; whatever is wrong is said here, before anything is computed."""
+    tokenizer = getattr(model, "tokenizer", None)
+    todo = requests(model, prompts, tokenizer)
+    check_count(max_new_tokens, "max_new_tokens")
+    check_count(chunk, "chunk")
+    if not isinstance(seed, int | Sequence) or isinstance(seed, str | bytes):
+        raise InvalidValueError(f"seed is {seed!r}: give a whole number, or one for each prompt")
+    seeds = [seed] * len(todo) if isinstance(seed, int) else list(seed)
+    if len(seeds) != len(todo):
+        raise InvalidValueError(f"seed has {len(seeds)} numbers for {len(todo)} prompts: give one, or one for each")
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, Sequence) or any(not isinstance(text, str) or not text for text in stops):
+        raise InvalidValueError(f"stop is {stop!r}: give a text, or a list of texts, none of them empty")
+    if stops and tokenizer is None:
+        raise InvalidValueError(f"stop is {stop!r}, but the model has no tokenizer: leave it out")
+    return todo, {
+        "max_new_tokens": max_new_tokens,
+        "seeds": seeds,
+        "stop": list(stops),
+        "cache": cache,
+        "chunk": chunk,
+        "tokenizer": tokenizer,
+    }

@@ -59,14 +59,19 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         return list(prompts) if prompts.ndim == 2 else [prompts]
     if not isinstance(prompts, Sequence):
         raise InvalidValueError(f"prompts is a {type(prompts).__name__}: give text, token ids, or a list of either")
-    if prompts and not isinstance(prompts[0], str | Sequence | Tensor):
+    if isinstance(prompts, bytes):
+        raise InvalidValueError("prompts is bytes: decode it to text, or give token ids")
+    if prompts and not any(isinstance(prompt, str | Sequence | Tensor) for prompt in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
 def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
+    if not isinstance(prompt, Sequence | Tensor) or isinstance(prompt, bytes):
+        raise InvalidValueError(f"a prompt is {prompt!r}: give text, or a list of token ids")
     if isinstance(prompt, Tensor):
-        if prompt.ndim != 1 or prompt.is_floating_point() or prompt.dtype == torch.bool:
+        whole = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
+        if prompt.ndim != 1 or not whole:
             shape = tuple(prompt.shape)
             raise InvalidValueError(f"a prompt is {prompt.dtype} of shape {shape}: token ids are whole numbers (T,)")
         return [int(i) for i in prompt.tolist()]
