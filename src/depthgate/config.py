@@ -25,6 +25,7 @@ def build(config: type[Any], values: Any) -> Any:
 
 
 KINDS = ("dense", "mod", "moe", "mode")
+ROUTED_KINDS = ("mod", "mode")
 GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 RULE_NAMES = ("scores", "predictor", "threshold")
 # Far above any model that is trained, far below what would hang a machine that tries.
@@ -122,6 +123,11 @@ class ModelConfig:
         """The kind of every layer."""
         cycle = self.pattern.split(",")
         return tuple(cycle[i % len(cycle)] for i in range(self.layers))
+
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """The layers, counted from 0, that only some tokens go through."""
+        return tuple(i for i, kind in enumerate(self.kinds) if kind in ROUTED_KINDS)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ one document a sequence; the empty slots that packed documents need (at most one
 
 from dataclasses import dataclass
 
-from depthgate.config import ModelConfig
+from depthgate.config import ROUTED_KINDS, ModelConfig
 from depthgate.ops.sizes import budget, predictor_hidden, swiglu_hidden
 
 
@@ -71,7 +71,7 @@ def _router(config: ModelConfig, tokens: int) -> Cost:
 
 def layer_cost(config: ModelConfig, kind: str, tokens: int) -> Cost:
     """One layer of a kind over one sequence of `tokens` tokens."""
-    routed = kind in ("mod", "mode")
+    routed = kind in ROUTED_KINDS
     rows = budget(config.capacity, tokens) if routed else tokens
     norms = Cost(2 * config.dim)
     cost = _attention(config, rows) + _feed_forward(config, rows, kind in ("moe", "mode")) + norms

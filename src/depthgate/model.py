@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from depthgate.config import ModelConfig
+from depthgate.config import ROUTED_KINDS, ModelConfig
 from depthgate.errors import InvalidValueError
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
 from depthgate.layers.attention import KeyValues
@@ -40,7 +40,7 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
     else:
         ffn = SwiGLU(dim, hidden)
     block = Block(dim, attention, ffn)
-    if kind in ("mod", "mode"):
+    if kind in ROUTED_KINDS:
         return MoD(block, TopTokens(dim, config.capacity, gate=config.gate, rule=config.rule))
     return block
 

@@ -99,7 +99,7 @@ def test_a_layer_stores_and_computes_only_what_enters_it():
         (layer.block if hasattr(layer, "block") else layer).register_forward_pre_hook(count(i), with_kwargs=True)
     todo = requests(model, prompts(5, 3), None)
     forward = Forward(model, 5, True, 512)
-    for _ in decode(model, todo, Sampling(0.0), max_new_tokens=12, seeds=[0] * 5, forward=forward):
+    for _ in decode(forward, todo, Sampling(0.0), max_new_tokens=12, seeds=[0] * 5):
         pass
     fed = sum(len(r.depths) for r in todo)
     entered = [sum(r.routed[i] for r in todo) for i in range(2)]

@@ -16,12 +16,6 @@ from depthgate.train.tokenizer import ByteTokenizer
 from tests.train.tiny import same, train, write_data
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
 @pytest.fixture
 def good(tmp_path):
     return write_data(tmp_path / "text.jsonl")

@@ -9,18 +9,7 @@ import torch
 import depthgate as dg
 from depthgate.model import Decoder
 from depthgate.train import checkpoint
-from tests.train.tiny import rows, same, train, write_data
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_data(tmp_path / "text.jsonl")
+from tests.train.tiny import rows, same, train
 
 
 class Gradient(torch.autograd.Function):

@@ -19,17 +19,6 @@ from tests.train.tiny import rows, same, start, train, write_data
 STEPS = 11  # an epoch has 8.5
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_data(tmp_path / "text.jsonl")
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run that nothing interrupts."""

@@ -16,18 +16,7 @@ from depthgate.config import TrainConfig
 from depthgate.errors import DepthgateWarning
 from depthgate.routing import agreement
 from depthgate.train import checkpoint, optim
-from tests.train.tiny import TINY, rows, same, train, write_data
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_data(tmp_path / "text.jsonl")
-
+from tests.train.tiny import TINY, rows, same, train
 
 OPTIONS = {
     "mod": [],

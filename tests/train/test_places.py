@@ -15,17 +15,6 @@ from tests.train import forks
 from tests.train.tiny import rows, same, train, words, write_data
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-
-@pytest.fixture
-def data(tmp_path):
-    return write_data(tmp_path / "text.jsonl")
-
-
 def refused(result: tuple[int, str], *says: str) -> None:
     code, errors = result
     assert code == 2, errors

@@ -9,10 +9,9 @@ from depthgate.cli import main
 from tests.train.tiny import TINY
 
 
-def test_tensorboard_holds_the_metrics(tmp_path, monkeypatch):
+def test_tensorboard_holds_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "text.txt").write_text("some words to learn from\n" * 40)
     run = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--steps", "3"]
     assert main(["train", *run, *TINY, "--tracker", "tensorboard"]) == 0
@@ -25,11 +24,10 @@ def test_tensorboard_holds_the_metrics(tmp_path, monkeypatch):
     assert [e.value for e in events.Scalars("routed_share/0")] == pytest.approx([r["routed_share"][0] for r in rows])
 
 
-def test_a_tracker_that_is_missing_is_named(tmp_path, monkeypatch, capsys):
+def test_a_tracker_that_is_missing_is_named(tmp_path, capsys):
     missing = [name for name in ("trackio", "wandb") if importlib.util.find_spec(name) is None]
     if not missing:
         pytest.skip("trackio and wandb are both installed here: nothing is missing")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "text.txt").write_text("some words to learn from\n" * 40)
     run = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--steps", "3"]
     assert main(["train", *run, *TINY, "--tracker", missing[0]]) == 2

@@ -152,12 +152,12 @@ class BenchGenerateConfig:
         check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
 
     @property
-    def batches_(self) -> list[int]:
+    def batch_sizes(self) -> list[int]:
         """`batches` as numbers."""
         return _numbers(self.batches, "batches")
 
     @property
-    def contexts_(self) -> list[int]:
+    def context_sizes(self) -> list[int]:
         """`contexts` as numbers."""
         return _numbers(self.contexts, "contexts")
 

@@ -31,7 +31,7 @@ _PROMPT = 16
 
 
 def _models(config: BenchGenerateConfig) -> dict[str, ModelConfig]:
-    context = max(config.contexts_) + config.new_tokens + 1
+    context = max(config.context_sizes) + config.new_tokens + 1
     presets = ("tiny-dense", "tiny-mod") if config.shape == "tiny" else (f"dense-{config.shape}", f"mod-{config.shape}")
     shapes = dict(zip(("dense", "MoD"), (train_config(name).model for name in presets), strict=True))
     layers = shapes["MoD"].layers  # twins: the same weights but for the routers
@@ -112,16 +112,12 @@ def _right(model: Decoder, config: BenchGenerateConfig) -> bool:
     prompts = torch.randint(model.config.vocab, (2, _PROMPT)).tolist()
     options: dict[str, Any] = {"max_new_tokens": _CHECKED, "temperature": 0}
     wide = config.dtype == "float32"
-    checked = model if wide else _as_float(model)
-    a, b = (generate(checked, prompts, **options, cache=cache) for cache in (True, False))
+    if not wide:  # in place: there and back changes nothing, and two copies of a large model may not fit
+        model.float()
+    a, b = (generate(model, prompts, **options, cache=cache) for cache in (True, False))
     if not wide:
         model.to(getattr(torch, config.dtype))
     return [r.tokens for r in a] == [r.tokens for r in b] and [r.routed for r in a] == [r.routed for r in b]
-
-
-def _as_float(model: Decoder) -> Decoder:
-    """In place: rounding to bf16 and back changes nothing, and two copies of a large model may not fit."""
-    return model.float()
 
 
 def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[str, Any]]:
@@ -130,8 +126,8 @@ def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[di
     if not _right(model, config):
         return [{"model": name, "error": "cached and uncached tokens differ"}]
     rows = []
-    for batch in config.batches_:
-        for context in config.contexts_:
+    for batch in config.batch_sizes:
+        for context in config.context_sizes:
             for cached in (True, False) if config.uncached else (True,):
                 texts = torch.randint(shape.vocab, (batch, context + 1)).tolist()
                 forward = _filled(model, batch, context) if cached else Forward(model, batch, False, 512)
@@ -151,8 +147,8 @@ def _llama_rows(shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[st
     from depthgate.bench.llama import llama_generate
 
     rows = []
-    for batch in config.batches_:
-        for context in config.contexts_:
+    for batch in config.batch_sizes:
+        for context in config.context_sizes:
             speed = llama_generate(shape, batch, context, config.new_tokens, config.device, config.dtype, config.seed)
             row = {"model": "Llama, transformers", "batch": batch, "context": context, "cache": True}
             rows.append({**row, "tokens_per_second": speed})

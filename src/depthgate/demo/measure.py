@@ -96,7 +96,7 @@ def routed(model: LoadedDecoder, rows: Rows) -> tuple[list[str], list[list[int]]
 
 def routed_layers(model: LoadedDecoder) -> list[int]:
     """The numbers, from 1, of the layers that route."""
-    return [i for i, kind in enumerate(model.config.kinds, 1) if kind in ("mod", "mode")]
+    return [i + 1 for i in model.config.routed]
 
 
 def _text(model: LoadedDecoder, token: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from depthgate.generation.engine import Event, Forward
+from depthgate.generation.engine import Event, Forward, journey
 from depthgate.generation.requests import Generation
 from depthgate.generation.sampling import check_logits
 from depthgate.model import Decoder
@@ -64,19 +64,16 @@ def _search(
     tokenizer: TextTokenizer | None,
 ) -> _Beam:
     end = None if tokenizer is None else tokenizer.end
-    routed = sum(kind in ("mod", "mode") for kind in model.config.kinds)
-    whole = len(model.layers) - routed
     forward = Forward(model, 1, cache, chunk)
-    beams = [_Beam([], 0.0, [], [0] * routed)]
+    beams = [_Beam([], 0.0, [], [0] * len(model.config.routed))]
     finished: list[_Beam] = []
     new = [len(prompt)]
     for step in range(max_new_tokens):
         logits, went = forward([prompt + beam.tokens for beam in beams], new)
         check_logits(logits)
+        entered = went.cpu()
         for b, beam in enumerate(beams):
-            n = new[b] if cache else len(prompt) + step
-            mine = went[:, b, went.shape[2] - n :].long().cpu()
-            depths, counts = (mine.sum(0) + whole).tolist(), mine.sum(1).tolist()
+            depths, counts = journey(entered[:, b], new[b] if cache else len(prompt) + step, model)
             beam.depths = beam.depths + depths if cache else depths
             beam.routed = [x + y for x, y in zip(beam.routed, counts, strict=True)] if cache else counts
         scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)

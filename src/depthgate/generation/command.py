@@ -64,16 +64,13 @@ def _events(
         yield from search(model, todo, config.beams, config.max_new_tokens, stop, cached, chunk, model.tokenizer)
         return
     yield from decode(
-        model,
+        forward,
         todo,
         config.sampling,
         max_new_tokens=config.max_new_tokens,
         seeds=[config.seed] * len(todo),
         stop=config.stop or [],
-        cache=not config.no_cache,
-        chunk=config.chunk,
         tokenizer=model.tokenizer,
-        forward=forward,
         computed=computed,
         drawn=drawn,
     )
@@ -119,7 +116,7 @@ _COLOURS = (90, 34, 36, 32, 33, 31)  # of a terminal: grey, blue, cyan, green, y
 
 def _least(model: LoadedDecoder) -> int:
     """Layers that every token goes through."""
-    return sum(kind not in ("mod", "mode") for kind in model.config.kinds)
+    return model.config.layers - len(model.config.routed)
 
 
 def _coloured(text: str, depth: int | None, model: LoadedDecoder) -> str:

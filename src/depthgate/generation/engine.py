@@ -79,39 +79,34 @@ def _entered(plans: Plans, x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def decode(
-    model: Decoder,
+    forward: Forward,
     todo: list[Generation],
     sampling: Sampling,
     *,
     max_new_tokens: int,
     seeds: Sequence[int],
     stop: Sequence[str] = (),
-    cache: bool = True,
-    chunk: int = 512,
     tokenizer: TextTokenizer | None = None,
-    forward: "Forward | None" = None,
     computed: int = 0,
     drawn: int = 0,
 ) -> Generator[Event]:
     """Tokens as they come. `todo` fills up with the results. To go on with a conversation, hand in the `forward` that
     has its first `computed` tokens in its cache, and how many tokens were `drawn` before."""
+    model = forward.model
     end = None if tokenizer is None else tokenizer.end
     draws = Draws(seeds)
     rows = [
         _Row(i, list(r.prompt_tokens), None if tokenizer is None else TextStream(tokenizer, stop), r)
         for i, r in enumerate(todo)
     ]
-    forward = Forward(model, len(rows), cache, chunk) if forward is None else forward
-    routed = sum(kind in ("mod", "mode") for kind in model.config.kinds)
-    whole = len(model.layers) - routed  # layers that every token goes through
     for result in todo:
-        result.routed = [0] * routed
+        result.routed = [0] * len(model.config.routed)
     new = [len(row.ids) - computed for row in rows]
     seen = _seen(rows, model) if sampling.repetition_penalty != 1 else None
     for step in range(max_new_tokens):
         logits, went = forward([row.ids for row in rows], new)
         check_logits(logits)
-        _note(rows, new, went, whole, cache)
+        _note(rows, new, went, forward)
         uniform = draws.at([row.number for row in rows], drawn + step).to(logits.device)
         tokens = pick(logits, sampling, seen, uniform)
         if seen is not None:
@@ -130,18 +125,25 @@ def decode(
         new = [1] * len(rows)
 
 
-def _note(rows: list[_Row], new: list[int], went: Tensor, whole: int, cached: bool) -> None:
-    """Where the tokens of this pass went, for each row."""
-    entered = went.long().cpu()
+def _note(rows: list[_Row], new: list[int], went: Tensor, forward: Forward) -> None:
+    """Where the tokens of this pass went, for each row: the new ones, or all, where all were computed again."""
+    entered = went.cpu()
     for b, row in enumerate(rows):
-        n = new[b] if cached else len(row.ids)
-        mine = entered[:, b, entered.shape[2] - n :]
-        depths, counts = (mine.sum(0) + whole).tolist(), mine.sum(1).tolist()
-        if cached:
-            row.result.depths += depths
-            row.result.routed = [a + b for a, b in zip(row.result.routed, counts, strict=True)]
-        else:
-            row.result.depths, row.result.routed = depths, counts
+        result = row.result
+        if forward.cache is None:
+            result.depths, result.routed = journey(entered[:, b], len(row.ids), forward.model)
+            continue
+        depths, counts = journey(entered[:, b], new[b], forward.model)
+        result.depths += depths
+        result.routed = [a + b for a, b in zip(result.routed, counts, strict=True)]
+
+
+def journey(entered: Tensor, tokens: int, model: Decoder) -> tuple[list[int], list[int]]:
+    """entered (L, T), of which the last `tokens` count -> the layers each of them went through, and how many entered
+    each routed layer."""
+    mine = entered[:, entered.shape[1] - tokens :].long()
+    everywhere = model.config.layers - len(mine)
+    return (mine.sum(0) + everywhere).tolist(), mine.sum(1).tolist()
 
 
 def _said(row: _Row, token: int, end: int | None) -> str:
@@ -192,8 +194,8 @@ def stream(
 ) -> Generator[Event]:
     """The tokens of `generate` one by one, as they come; the options are those of `generate`."""
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, cache, chunk)
-    return decode(model, todo, sampling, **more)
+    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, chunk)
+    return decode(Forward(model, len(todo), cache, chunk), todo, sampling, max_new_tokens=max_new_tokens, **more)
 
 
 def generate(
@@ -225,13 +227,14 @@ def generate(
     sampling.check_beams(beams)
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")
-    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, cache, chunk)
+    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, chunk)
     if beams > 1:
         from depthgate.generation.beams import search
 
         events = search(model, todo, beams, max_new_tokens, more["stop"], cache, chunk, more["tokenizer"])
     else:
-        events = decode(model, todo, sampling, **more)
+        forward = Forward(model, len(todo), cache, chunk)
+        events = decode(forward, todo, sampling, max_new_tokens=max_new_tokens, **more)
     for event in events:
         if callback is not None:
             callback(event)
@@ -244,10 +247,9 @@ def _checked(
     max_new_tokens: int,
     stop: str | Sequence[str],
     seed: int | Sequence[int],
-    cache: bool,
     chunk: int,
 ) -> tuple[list[Generation], dict[str, Any]]:
-    """The requests, and the options of `decode`; whatever is wrong is said here, before anything is computed."""
+    """The requests, and what `decode` wants to know of them; what is wrong is said before anything is computed."""
     tokenizer = getattr(model, "tokenizer", None)
     todo = requests(model, prompts, tokenizer)
     check_count(max_new_tokens, "max_new_tokens")
@@ -262,11 +264,4 @@ def _checked(
         raise InvalidValueError(f"stop is {stop!r}: give a text, or a list of texts, none of them empty")
     if stops and tokenizer is None:
         raise InvalidValueError(f"stop is {stop!r}, but the model has no tokenizer: leave it out")
-    return todo, {
-        "max_new_tokens": max_new_tokens,
-        "seeds": seeds,
-        "stop": list(stops),
-        "cache": cache,
-        "chunk": chunk,
-        "tokenizer": tokenizer,
-    }
+    return todo, {"seeds": seeds, "stop": list(stops), "tokenizer": tokenizer}
