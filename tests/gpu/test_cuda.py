@@ -100,6 +100,12 @@ def test_the_kernel_chooses_as_sorting_does(T, capacity):
             assert torch.equal(place, torch.where(kept, back, -1))
 
 
+def test_the_kernel_says_what_its_results_look_like():
+    scores = torch.randn(2, 12, 3, device="cuda").mT  # as expert choice hands them in
+    limits = torch.arange(13, dtype=torch.int32, device="cuda")
+    torch.library.opcheck(torch.ops.depthgate.choose.default, (scores, None, None, limits, 4))
+
+
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 1)])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_packed_attention_equals_the_written_out_softmax(heads, kv_heads, compiled):

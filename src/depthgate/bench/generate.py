@@ -89,21 +89,23 @@ def _sync(device: str) -> None:
 
 
 @torch.inference_mode()
-def _tokens_per_second(forward: Forward, texts: list[list[int]], config: BenchGenerateConfig) -> float:
-    """Greedy steps of the whole batch, one after another."""
-    seconds = []
+def _decoded(forward: Forward, texts: list[list[int]], config: BenchGenerateConfig) -> dict[str, float]:
+    """Greedy steps of the whole batch, one after another: tokens a second, and what share routed layers took."""
+    seconds, shares = [], []
     cached = forward.cache is not None
     steps = config.new_tokens if cached else min(4, config.new_tokens)
     for step in range(steps):
         _sync(config.device)
         start = time.perf_counter()
-        logits, _ = forward(texts, [1] * len(texts))
+        logits, went = forward(texts, [1] * len(texts))
         for text, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
             text.append(token)
         _sync(config.device)
         if step >= min(3, steps - 1):  # the first ones warm up
             seconds.append(time.perf_counter() - start)
-    return len(texts) / median(seconds)
+        shares.append(went[:, :, -1].float().mean().item())
+    found = {"tokens_per_second": len(texts) / median(seconds)}
+    return found | ({"routed": sum(shares) / steps} if len(went) else {})
 
 
 def _right(model: Decoder, config: BenchGenerateConfig) -> bool:
@@ -131,9 +133,8 @@ def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[di
             for cached in (True, False) if config.uncached else (True,):
                 texts = torch.randint(shape.vocab, (batch, context + 1)).tolist()
                 forward = _filled(model, batch, context) if cached else Forward(model, batch, False, 512)
-                speed = _tokens_per_second(forward, texts, config)
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
-                row["tokens_per_second"] = speed
+                row |= _decoded(forward, texts, config)
                 if forward.cache is not None:
                     row["kv_bytes"] = forward.cache.nbytes
                 rows.append(row)
@@ -143,15 +144,24 @@ def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[di
 
 
 def _llama_rows(shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[str, Any]]:
-    """Hugging Face's generate over a model of the dense shape, random weights, greedy, its own dynamic cache."""
-    from depthgate.bench.llama import llama_generate
+    """Hugging Face's generate with the weights of the dense model, greedy, its own dynamic cache."""
+    from depthgate.bench.llama import llama_generate, llama_twin
 
+    name = "Llama, transformers"
+    model = _built(shape, config).float()
+    net = llama_twin(model)
+    tokens = torch.randint(shape.vocab, (2, _PROMPT), device=config.device)
+    with torch.inference_mode():
+        if not torch.allclose(net(tokens).logits, model(tokens).logits, atol=1e-3):
+            return [{"model": name, "error": "its logits are not those of the dense decoder"}]
+    del model
+    net.to(getattr(torch, config.dtype))
     rows = []
     for batch in config.batch_sizes:
         for context in config.context_sizes:
-            speed = llama_generate(shape, batch, context, config.new_tokens, config.device, config.dtype, config.seed)
-            row = {"model": "Llama, transformers", "batch": batch, "context": context, "cache": True}
-            rows.append({**row, "tokens_per_second": speed})
+            tokens = torch.randint(shape.vocab, (batch, context), device=config.device)
+            speed = llama_generate(net, tokens, config.new_tokens)
+            rows.append({"model": name, "batch": batch, "context": context, "cache": True, "tokens_per_second": speed})
             _say(json.dumps(rows[-1]))
     return rows
 
@@ -170,8 +180,8 @@ def run(config: BenchGenerateConfig, as_json: bool) -> None:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
     else:
         _print_table(about, config, rows)
-    if wrong := [row["model"] for row in rows if "error" in row]:
-        raise DepthgateError(f"cached and uncached tokens differ, not timed: {', '.join(wrong)}")
+    if wrong := [f"{row['model']}: {row['error']}" for row in rows if "error" in row]:
+        raise DepthgateError(f"wrong answer, not timed: {'; '.join(wrong)}")
 
 
 def _with_ratios(rows: list[dict[str, Any]]) -> None:
@@ -197,7 +207,7 @@ def _print_table(about: dict[str, Any], config: BenchGenerateConfig, rows: list[
 
     title = f"Decoding, shape {config.shape}, random weights, {config.dtype}, {config.new_tokens} tokens: medians"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("model", "batch", "context", "cache", "tokens/s", "K/V MiB", "speed x", "K/V x"):
+    for name in ("model", "batch", "context", "cache", "routed", "tokens/s", "K/V MiB", "speed x", "K/V x"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for row in rows:
         if "error" in row:
@@ -208,6 +218,7 @@ def _print_table(about: dict[str, Any], config: BenchGenerateConfig, rows: list[
             str(row["batch"]),
             str(row["context"]),
             "yes" if row["cache"] else "no",
+            f"{row['routed']:.1%}" if "routed" in row else "-",
             f"{row['tokens_per_second']:,.1f}",
             f"{row['kv_bytes'] / 2**20:.2f}" if "kv_bytes" in row else "-",
             f"{row.get('speed_ratio', float('nan')):.2f}",

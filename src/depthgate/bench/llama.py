@@ -1,4 +1,4 @@
-"""What a user might train instead: Hugging Face's LlamaForCausalLM of the same shape, as its users would train it."""
+"""What a user might run instead: Hugging Face's LlamaForCausalLM of the same shape, as its users would run it."""
 
 import time
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from depthgate.config import ModelConfig, TrainConfig
+from depthgate.model import Decoder
 from depthgate.ops.sizes import swiglu_hidden
 from depthgate.train.batches import Rows
 from depthgate.train.step import Figures, precision
@@ -23,6 +24,8 @@ def llama(model: ModelConfig, seed: int) -> Any:
         num_attention_heads=model.heads,
         num_key_value_heads=model.kv_heads or model.heads,
         max_position_embeddings=model.context,
+        rms_norm_eps=torch.finfo(torch.float32).eps,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
         tie_word_embeddings=model.tied,
     )
     torch.manual_seed(seed)
@@ -30,24 +33,45 @@ def llama(model: ModelConfig, seed: int) -> Any:
 
 
 @torch.inference_mode()
-def llama_generate(
-    model: ModelConfig, batch: int, context: int, new_tokens: int, device: str, dtype: str, seed: int
-) -> float:
-    """Tokens a second of `generate`, greedy, after a prompt of `context` random tokens: the time of `new_tokens` more
-    than one, so that reading the prompt is left out."""
-    net = llama(model, seed).to(device, getattr(torch, dtype)).eval()
-    ids = torch.randint(model.vocab, (batch, context), device=device)
+def llama_twin(model: Decoder) -> Any:
+    """A LlamaForCausalLM with the weights of a dense decoder."""
+    net = llama(model.config, 0).to(model.embed.weight.device, model.embed.weight.dtype).eval()
+    net.model.embed_tokens.weight.copy_(model.embed.weight)
+    net.lm_head.weight.copy_(model.head.weight)
+    net.model.norm.weight.copy_(model.norm.weight)
+    mine: Any
+    for mine, its in zip(model.layers, net.model.layers, strict=True):
+        attention, ffn = mine.attention, mine.ffn
+        own = attention.kv_heads * attention.head_dim
+        q, k, v = attention.qkv.weight.split((model.config.dim, own, own))
+        gate, up = ffn.up.weight.chunk(2)
+        to, into = its.self_attn, its.mlp
+        pairs = [(to.q_proj, q), (to.k_proj, k), (to.v_proj, v), (to.o_proj, attention.out.weight)]
+        pairs += [(into.gate_proj, gate), (into.up_proj, up), (into.down_proj, ffn.down.weight)]
+        pairs += [
+            (its.input_layernorm, mine.attention_norm.weight),
+            (its.post_attention_layernorm, mine.ffn_norm.weight),
+        ]
+        for module, weight in pairs:
+            module.weight.copy_(weight)
+    return net
+
+
+@torch.inference_mode()
+def llama_generate(net: Any, tokens: torch.Tensor, new_tokens: int) -> float:
+    """Tokens a second of `generate`, greedy, after a prompt of `tokens` (B, T): the time of `new_tokens` more than one,
+    so that reading the prompt is left out."""
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
-        net.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
-        if device == "cuda":
+        net.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        if tokens.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     seconds(2)  # warms up
     one = seconds(1)
-    return batch * new_tokens / max(1e-9, seconds(1 + new_tokens) - one)
+    return len(tokens) * new_tokens / max(1e-9, seconds(1 + new_tokens) - one)
 
 
 class LlamaStep:

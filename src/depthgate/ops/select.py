@@ -130,4 +130,4 @@ def _choose_on_cuda(
 def _(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int) -> list[Tensor]:  # noqa: ARG001
     shape = (*scores.shape[:2], slots)
     index, filled = scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape, dtype=torch.bool)
-    return [index, filled, torch.empty_like(scores, dtype=torch.int64)]
+    return [index, filled, scores.new_empty(scores.shape, dtype=torch.int64)]
