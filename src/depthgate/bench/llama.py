@@ -32,7 +32,7 @@ def llama(model: ModelConfig, seed: int) -> Any:
     return LlamaForCausalLM(shape)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def llama_twin(model: Decoder) -> Any:
     """A LlamaForCausalLM with the weights of a dense decoder."""
     net = llama(model.config, 0).to(model.embed.weight.device, model.embed.weight.dtype).eval()
