@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
-from depthgate.ops.attention import can_pack, packed_attention
+from depthgate.ops.attention import cached_attention, can_pack, packed_attention
 from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.positions import plain_positions
 from depthgate.ops.rope import rope, rotation
@@ -82,9 +82,11 @@ class Attention(nn.Module):
         q, k, v, key_pos = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pos
         if cache is not None:
             k, v, key_pos = cache.append(k, v, pos)
-        mask = None if plain else self._mask(pos, key_pos, doc)
-        causal = plain and not self.bidirectional
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=G != H)
+            y = cached_attention(q, k, v, self._mask(pos, key_pos, doc))
+        else:
+            mask = None if plain else self._mask(pos, key_pos, doc)
+            causal = plain and not self.bidirectional
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=G != H)
         return self.out(y.transpose(1, 2).reshape(B, T, D))  # type: ignore[no-any-return]
 
     def _mask(self, query: Tensor, key: Tensor, doc: Tensor | None) -> Tensor:

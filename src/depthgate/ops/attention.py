@@ -1,10 +1,15 @@
-"""Attention over packed documents without a mask: flash attention over runs of tokens, each looking at itself alone.
+"""Attention over packed documents without a mask (flash attention over runs of tokens, each looking at itself alone),
+and over a cache.
 
 Twin: `reference.packed_attention`.
 """
 
+from contextlib import nullcontext
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def can_pack(v: Tensor) -> bool:
@@ -29,3 +34,17 @@ def run_starts(doc: Tensor, most: int) -> Tensor:
     padding = doc.shape[1] - sizes.sum(1, keepdim=True)
     ends = torch.cat((sizes, padding), 1).flatten().cumsum(0)
     return torch.cat((ends.new_zeros(1), ends)).int()
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention of q (B, H, T, d) to stored k and v (B, G, S, d) where mask (B, 1, T, S) allows it -> (B, H, T, d)."""
+    B, H, T, d = q.shape
+    G = k.shape[1]
+    if T == 1:  # the queries that share a head of keys become its rows: no key is copied
+        q = q.reshape(B, G, H // G, d)
+    elif G != H:
+        k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
+    # cuDNN would plan anew for every length: on an H200, tens of milliseconds for each token.
+    rest = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if q.is_cuda else nullcontext()
+    with rest:
+        return F.scaled_dot_product_attention(q, k, v, mask).view(B, H, T, d)
