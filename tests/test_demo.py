@@ -1,6 +1,7 @@
 """The demo from the command line to its report, and the page it is written with."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -18,8 +19,10 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.config import DemoConfig, EvalConfig
 from depthgate.demo import measure, report, runs
+from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots
+from depthgate.train import routes
 from depthgate.train.batches import windows
 from depthgate.train.evaluate import evaluate
 from depthgate.view import page as pages
@@ -136,7 +139,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
     torch.set_num_threads(1)
     model = dg.load(finished / "mod")
     config = runs.twins(DemoConfig(out=str(finished), data=str(home / "<i>&.jsonl"), steps=STEPS))["tiny-mod"]
-    rows = measure.piece(measure.held_out(config, model), 256)
+    rows = routes.piece(measure.held_out(config, model), 256)
     ids = rows.tokens.flatten().tolist()
     assert len(ids) == 768
     # Real text: the beginning of a document.
@@ -164,7 +167,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
     for _ in range(4):
         for i, plan in enumerate(model(rows.tokens, rows.pos, rows.doc, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
-    assert 768 < check(routed_text(*measure.routed(model, rows), measure.routed_layers(model))) < 3 * 768
+    assert 768 < check(routed_text(*routes.routed(model, rows), routes.routed_layers(model))) < 3 * 768
 
 
 def test_losses_are_those_of_eval(home: Path, finished: Path, tmp_path: Path) -> None:
@@ -177,11 +180,12 @@ def test_losses_are_those_of_eval(home: Path, finished: Path, tmp_path: Path) ->
             ids = windows(documents, [start], stop - start).tokens[0, :-1].tolist()
             file.write(json.dumps({"text": model.tokenizer.decode(ids)}) + "\n")
     found = evaluate(EvalConfig(str(finished / "mod"), str(tmp_path / "held.jsonl"), device="cpu"))
-    causal, top_k = (measure.loss(model, documents, choice) for choice in (True, False))
-    assert causal.tokens == found["tokens"]
-    assert causal.bits_per_byte == pytest.approx(found["bits_per_byte"], rel=1e-5)
-    assert top_k.bits_per_byte == pytest.approx(found["bits_per_byte_top_k"], rel=1e-5)
-    assert causal.bits_per_byte != top_k.bits_per_byte
+    figures = measured("tiny-mod", config).figures
+    assert figures["held_out_tokens"] == found["tokens"]
+    assert figures["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
+    assert figures["bits_per_byte_top_k"] == pytest.approx(found["bits_per_byte_top_k"], rel=1e-5)
+    assert figures["nats_per_byte"] == pytest.approx(found["bits_per_byte"] * math.log(2), rel=1e-5)
+    assert figures["bits_per_byte"] != figures["bits_per_byte_top_k"]
 
 
 def test_the_page_takes_no_side() -> None:

@@ -21,13 +21,14 @@ CONFIGS = {
     "mod by scores": {"pattern": "dense,mod", "rule": "scores"},
     "moe": {"pattern": "dense,moe", "shared_experts": 1, "null_experts": 2, "expert_hidden": 16},
     "mode": {"pattern": "mode,dense", "rule": "threshold"},
+    "random": {"pattern": "dense,random", "rule": "scores"},
 }
 each = pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
 
 
 def build(options, seed=0):
     torch.manual_seed(seed)
-    return dg.Decoder(dg.ModelConfig(**SMALL, **options))
+    return dg.Decoder(dg.ModelConfig(**SMALL, **options)).eval()  # only then are random routers the same again
 
 
 def tokens(B=2, T=24):

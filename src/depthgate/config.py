@@ -24,8 +24,8 @@ def build(config: type[Any], values: Any) -> Any:
     return config(**given)
 
 
-KINDS = ("dense", "mod", "moe", "mode")
-ROUTED_KINDS = ("mod", "mode")
+KINDS = ("dense", "mod", "moe", "mode", "random")
+ROUTED_KINDS = ("mod", "mode", "random")
 GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 RULE_NAMES = ("scores", "predictor", "threshold")
 # Far above any model that is trained, far below what would hang a machine that tries.
@@ -57,8 +57,9 @@ class ModelConfig:
         hidden: width of the feed-forward; 8/3 of dim unless given
         context: tokens of a training sequence, and the most a prompt may have
         pattern: kinds of layers, separated by commas and repeated: dense, mod (Mixture-of-Depths), moe (experts as
-            feed-forward), mode (Mixture-of-Depths around a layer with experts)
-        capacity: share of the tokens that go through a mod or mode layer
+            feed-forward), mode (Mixture-of-Depths around a layer with experts), random (tokens taken by chance: what
+            mod is to be compared with)
+        capacity: share of the tokens that go through a mod, mode or random layer
         gate: what a routed row is multiplied by
         rule: how a token is routed causally
         experts: experts of a moe or mode layer

@@ -75,7 +75,7 @@ def layer_cost(config: ModelConfig, kind: str, tokens: int) -> Cost:
     rows = budget(config.capacity, tokens) if routed else tokens
     norms = Cost(2 * config.dim)
     cost = _attention(config, rows) + _feed_forward(config, rows, kind in ("moe", "mode")) + norms
-    return cost + _router(config, tokens) if routed else cost
+    return cost + _router(config, tokens) if routed and kind != "random" else cost
 
 
 def model_cost(config: ModelConfig, tokens: int | None = None) -> Cost:

@@ -12,7 +12,7 @@ from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.ops.sizes import swiglu_hidden
-from depthgate.routing import Plans, TopTokens
+from depthgate.routing import Plans, RandomTokens, TopTokens
 
 
 class Output(NamedTuple):
@@ -40,6 +40,8 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
     else:
         ffn = SwiGLU(dim, hidden)
     block = Block(dim, attention, ffn)
+    if kind == "random":
+        return MoD(block, RandomTokens(dim, config.capacity))
     if kind in ROUTED_KINDS:
         return MoD(block, TopTokens(dim, config.capacity, gate=config.gate, rule=config.rule))
     return block

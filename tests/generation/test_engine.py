@@ -16,7 +16,7 @@ from depthgate.train.tokenizer import ByteTokenizer
 VOCAB = 40
 PATTERNS = ("dense", "dense,mod", "mod,moe", "dense,mode")
 RULES = ("scores", "predictor", "threshold")
-CASES = [("dense", "scores"), *product(PATTERNS[1:], RULES)]
+CASES = [("dense", "scores"), ("dense,random", "scores"), *product(PATTERNS[1:], RULES)]
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import depthgate as dg
 from depthgate.ops import reference
-from depthgate.routing import GATES, RULES, SoftSlots, TopExperts, TopTokens, has_nan
+from depthgate.routing import GATES, RULES, RandomTokens, SoftSlots, TopExperts, TopTokens, has_nan
 from tests.conftest import close
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 20))
@@ -244,3 +244,27 @@ def test_nothing_in_nothing_out(shape):
 def test_soft_slots_refuse_a_causal_call():
     with pytest.raises(dg.DepthgateError, match="no causal form"):
         SoftSlots(8, 2)(torch.randn(1, 3, 8), causal=True)
+
+
+def test_a_random_router_takes_its_share_by_chance_and_again_the_same_once_trained():
+    torch.manual_seed(0)
+    router, other = RandomTokens(8, 0.25), RandomTokens(8, 0.25)
+    x = torch.randn(2, 4000, 8)
+    assert list(router.parameters()) == []
+    a, b = router(x), router(x)
+    assert a.index.shape == (2, 1, 1000)
+    assert not torch.equal(a.index, b.index)  # drawn anew while it trains
+    assert 0.2 < torch.isin(a.index[0, 0], a.index[1, 0]).float().mean() < 0.3  # rows apart from each other
+    assert torch.equal(a.gates, torch.ones_like(a.gates))
+    router.eval()
+    other.eval()
+    plan = router(x, causal=True)
+    share = plan.chosen.float().mean().item()
+    assert abs(share - 0.25) < 0.02
+    assert torch.equal(plan.chosen, router(torch.randn_like(x), causal=True).chosen)  # whatever the tokens are
+    both = (plan.chosen & other(x, causal=True).chosen).float().mean().item()
+    assert abs(both - 0.0625) < 0.02  # layers differ
+    late = torch.arange(3000, 3010).expand(2, 10)
+    assert torch.equal(router(x[:, :10], late, causal=True).chosen, plan.chosen[:, 3000:3010])
+    runs = plan.chosen[0, :, 0].float()
+    assert abs((runs[1:] * runs[:-1]).mean().item() - 0.0625) < 0.02  # neighbours know nothing of each other

@@ -1,5 +1,6 @@
 """All that the report says of one run, as plain data."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,12 @@ from depthgate.config import TrainConfig
 from depthgate.demo import measure
 from depthgate.demo.runs import marks, metrics
 from depthgate.flops import parameters, training_flops
-from depthgate.loading import load
+from depthgate.loading import LoadedDecoder, load
+from depthgate.train import evaluate
+from depthgate.train.routes import piece, routed, routed_layers
+from depthgate.train.shards import Documents
+
+_LOSSES = ("nats_per_byte", "bits_per_byte", "nats_per_byte_top_k", "bits_per_byte_top_k")
 
 
 @dataclass
@@ -31,10 +37,10 @@ def measured(name: str, config: TrainConfig) -> Result:
     flops = {row["step"]: row["flops"] for row in rows}
     model = load(run)
     documents = measure.held_out(config, model)
-    causal, top_k = (measure.loss(model, documents, choice) for choice in (True, False))
-    earlier = {step: load(run / f"step-{step}") for step in marks(config)[:-1]}
-    validation = [(flops[step], measure.loss(each, documents, True).nats_per_byte) for step, each in earlier.items()]
-    tokens, through = measure.routed(model, measure.piece(documents, config.model.context))
+    steps = marks(config)
+    found = [_figures(model if step == steps[-1] else load(run / f"step-{step}"), documents) for step in steps]
+    final = found[-1]
+    tokens, through = routed(model, piece(documents, config.model.context))
     last = rows[-1]
     figures = {
         "model": name,
@@ -45,20 +51,24 @@ def measured(name: str, config: TrainConfig) -> Result:
         "flops": last["flops"],
         "train_seconds": last["seconds"],
         "held_out_documents": len(documents.bounds) - 1,
-        "held_out_tokens": causal.tokens,
-        "nats_per_byte": causal.nats_per_byte,
-        "bits_per_byte": causal.bits_per_byte,
-        "nats_per_byte_top_k": top_k.nats_per_byte,
-        "bits_per_byte_top_k": top_k.bits_per_byte,
-        "routed_share": dict(zip(measure.routed_layers(model), causal.routed_share, strict=True)),
+        "held_out_tokens": final["tokens"],
+        **{name: final[name] for name in _LOSSES},
+        "routed_share": dict(zip(routed_layers(model), final["routed_share"], strict=True)),
         "sample": measure.sample(model, config.seed),
     }
     return Result(
         config=config,
         figures=figures,
         losses=[(row["flops"], float("nan") if row["loss"] is None else row["loss"]) for row in rows],
-        validation=[*validation, (last["flops"], causal.nats_per_byte)],
+        validation=[(flops[step], each["nats_per_byte"]) for step, each in zip(steps, found, strict=True)],
         tokens=tokens,
         through=through,
-        routed_layers=measure.routed_layers(model),
+        routed_layers=routed_layers(model),
     )
+
+
+def _figures(model: LoadedDecoder, documents: Documents) -> dict[str, Any]:
+    found = evaluate.measure(model, documents, 8, measure.MEASURED)
+    for name in ("", "_top_k"):
+        found[f"nats_per_byte{name}"] = found[f"bits_per_byte{name}"] * math.log(2)
+    return found

@@ -4,7 +4,7 @@ from depthgate.routing.gates import GATES, Gate, one_plus_tanh, raw, sigmoid, st
 from depthgate.routing.losses import causal_bce, load_balance, predictor_bce, z_loss
 from depthgate.routing.metrics import agreement, has_nan, predictor_accuracy, routed_share
 from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
-from depthgate.routing.routers import SoftSlots, TopExperts, TopTokens, update_thresholds
+from depthgate.routing.routers import RandomTokens, SoftSlots, TopExperts, TopTokens, update_thresholds
 from depthgate.routing.rules import RULES, Predictor, Rule, Scores, Threshold
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Plan",
     "Plans",
     "Predictor",
+    "RandomTokens",
     "Rule",
     "Scores",
     "Slots",

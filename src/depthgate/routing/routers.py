@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
 from depthgate.ops.checks import check_per_token, check_tokens
+from depthgate.ops.positions import plain_positions
 from depthgate.ops.rows import fusing, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.sizes import budget
@@ -81,7 +82,7 @@ class TopTokens(nn.Module):
             tokens = features(x, valid)
             sparse = self.through_gates and self.experts == 1 and not self.across_experts
             with torch.set_grad_enabled(torch.is_grad_enabled() and not sparse):
-                logits = self.proj(tokens)
+                logits = self._logits(tokens, pos)
                 scores = self._scores(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
         decision = checked(self.rule(tokens, scores), scores, "rule")
@@ -102,6 +103,10 @@ class TopTokens(nn.Module):
         rows = take_rows(x, index[:, 0], place[:, 0] if place is not None and fusing(x) else None)
         scores: Tensor = self.proj(rows, None if filled is None else filled[:, 0])
         return scores.mT
+
+    def _logits(self, tokens: Tensor, pos: Tensor | None) -> Tensor:  # noqa: ARG002
+        """Of the tokens in fp32 or better, at their positions."""
+        return self.proj(tokens)  # type: ignore[no-any-return]
 
     def _scores(self, logits: Tensor) -> Tensor:
         """What tokens are ranked by."""
@@ -157,6 +162,42 @@ def update_thresholds(model: nn.Module, plans: tuple[Plan, ...]) -> None:
         )
     for router, plan in zip(routers, slots, strict=True):
         router.update(plan)
+
+
+class RandomTokens(TopTokens):
+    """Takes tokens by chance: what a router that learns is to be compared with. Gates are 1, nothing is trained.
+
+    While the model trains, scores are drawn anew; otherwise a token's score is that of its position, so that the same
+    tokens are taken again, with a cache and without.
+    """
+
+    salt: Tensor
+
+    def __init__(self, dim: int, capacity: float) -> None:
+        super().__init__(dim, capacity, gate=torch.ones_like, rule="scores")
+        del self.proj
+        self.register_buffer("salt", torch.randint(2**31, ()))  # layers differ
+
+    def _logits(self, tokens: Tensor, pos: Tensor | None) -> Tensor:
+        """Uniform, and at least 0 for a share of `capacity`."""
+        shape = tokens.shape[:2]
+        if self.training:
+            uniform = torch.rand(shape, device=tokens.device, dtype=tokens.dtype)
+        else:
+            pos = plain_positions(tokens) if pos is None else pos
+            uniform = _hashed(pos + self.salt).to(tokens.dtype) / 2**31
+        return (uniform - (1 - self.capacity))[..., None]
+
+    def _routed_scores(self, x: Tensor, index: Tensor, filled: Tensor | None, place: Tensor | None) -> Tensor:  # noqa: ARG002
+        return torch.zeros(index.shape, device=x.device)  # gates do not look at them
+
+
+def _hashed(number: Tensor) -> Tensor:
+    """31 well-mixed bits of each number (the finalizer of MurmurHash3, modulo 2^31)."""
+    h = number & 0x7FFFFFFF
+    for factor, shift in ((0x45D9F3B, 16), (0x45D9F3B, 15)):
+        h = ((h ^ (h >> shift)) * factor) & 0x7FFFFFFF
+    return h ^ (h >> 16)
 
 
 class TopExperts(nn.Module):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count
-from math import isqrt
+from math import ceil, isqrt
 from typing import NamedTuple
 
 import torch
@@ -169,12 +169,18 @@ def _stream(packed: Packed, batch: int, start: int, workers: int, rank: int, wor
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def validation_rows(documents: Documents, context: int, batch: int = 1) -> Iterator[Rows]:
+def validation_rows(documents: Documents, context: int, batch: int = 1, most: int | None = None) -> Iterator[Rows]:
     """Windows in order, without overlap, so that every token but the first is a target where its document goes on;
-    `batch` at a time, the last ones filled up with padding."""
+    `batch` at a time, the last ones filled up with padding. All of them, or some, spread evenly, with about `most`
+    tokens."""
     check_count(context, "context")
     check_count(batch, "batch")
     if len(documents) < 2:
         raise DepthgateError(f"the validation data has {len(documents)} token: it must have at least 2")
-    for first in range(0, len(documents) - 1, context * batch):
-        yield windows(documents, range(first, first + context * batch, context), context)
+    starts = range(0, len(documents) - 1, context)
+    if most is not None:
+        starts = starts[:: ceil(len(starts) * context / most)]
+    past = len(documents)  # a window that begins there is padding
+    for i in range(0, len(starts), batch):
+        some = starts[i : i + batch]
+        yield windows(documents, [*some, *[past] * (batch - len(some))], context)

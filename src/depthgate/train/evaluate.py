@@ -26,24 +26,29 @@ def _documents(config: EvalConfig, model: LoadedDecoder) -> Documents:
     home = folder.parent if (folder / MANIFEST).exists() else folder
     try:
         asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))
-        data, validation, seed = str(asked["data"]), asked["validation"], int(asked["seed"])
+        data, validation = str(asked["data"]), asked["validation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DepthgateError(
             f"{home / CONFIG} does not say what the run was trained on ({error}): name a text"
         ) from None
-    return prepare(data, model.tokenizer, cache(), validation, seed=seed).validation
+    return prepare(data, model.tokenizer, cache(), validation).validation
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """The figures of one model on one text."""
+    model = load(config.model).to(resolve_device(config.device))
+    return {"model": config.model, "data": config.data, **measure(model, _documents(config, model), config.batch)}
 
 
 @torch.no_grad()
-def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """The figures of one model on one text."""
-    device = resolve_device(config.device)
-    model = load(config.model).to(device)
-    documents = _documents(config, model)
+def measure(model: LoadedDecoder, documents: Documents, batch: int, most: int | None = None) -> dict[str, Any]:
+    """The figures of a model over documents, `batch` windows of `context` tokens at a time: of all, or of windows with
+    about `most` tokens, spread evenly."""
+    device = model.embed.weight.device
     nats = {True: 0.0, False: 0.0}
     targets = size = 0
     entered, agreed, used = _Ratios(), _Ratios(), _Ratios()
-    for rows in validation_rows(documents, model.config.context, config.batch):
+    for rows in validation_rows(documents, model.config.context, batch, most):
         tokens, wanted, pos, doc = (t.to(device) for t in rows[:4])
         kept = wanted >= 0
         count = int(kept.sum())
@@ -65,11 +70,10 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         targets += count
         size += sum(model.tokenizer.bytes_of(row[row >= 0].tolist()) for row in wanted)
     if not size:
-        raise DepthgateError(f"data {config.data!r} holds {targets} tokens to predict and no byte of text: give more")
+        raise DepthgateError(f"the text holds {targets} tokens to predict and no byte of text: give more")
     return {
-        "model": config.model,
-        "data": config.data,
         "tokens": targets,
+        "bytes": size,
         "nats_per_token": nats[True] / targets,
         "bits_per_byte": nats[True] / math.log(2) / size,
         "nats_per_token_top_k": nats[False] / targets,

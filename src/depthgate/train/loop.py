@@ -45,7 +45,7 @@ def train(config: TrainConfig, resume: bool) -> int:
         _prepared(world, config, resume) as (folder, tokenizer),
     ):
         config = _with_vocab(config, tokenizer)
-        shards = prepare(config.data, tokenizer, run.cache(), config.validation, seed=config.seed)
+        shards = prepare(config.data, tokenizer, run.cache(), config.validation)
         packed = Packed(shards.train, config.model.context, config.seed, config.max_documents)
         return _Training(config, folder, world, packed).run(resume)
 

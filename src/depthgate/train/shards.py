@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_count, check_probability
+from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_probability
 from depthgate.train.text import describe, documents, fingerprint
 from depthgate.train.tokenizer import TextTokenizer
 
@@ -136,17 +136,16 @@ def prepare(
     cache_dir: str | Path,
     validation: str | None = None,
     validation_share: float = 0.005,
-    seed: int = 0,
     verify: bool | None = None,
 ) -> Shards:
-    """Token files of `data`, and of `validation` where given; otherwise a share of the documents is held out."""
+    """Token files of `data`, and of `validation` where given; otherwise a share of the documents is held out, the
+    same ones for every run, so that runs of different seeds can be compared."""
     check_probability(validation_share, "validation_share")
-    check_count(seed, "seed", minimum=0)
     if validation is None and not validation_share:
         raise InvalidValueError("validation_share is 0: it must be above 0, or name a validation file")
     file = tokenize(data, tokenizer, cache_dir, verify)
     if validation is None:
-        return split(file, validation_share, seed)
+        return split(file, validation_share)
     return Shards(everything(file), everything(tokenize(validation, tokenizer, cache_dir, verify)))
 
 
@@ -157,20 +156,23 @@ def everything(file: TokenFile) -> Documents:
 
 def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
     """Hold out documents, in an order that only their number and the seed decide, as long as they fit into `share` of
-    the tokens (or into 4096, or a tenth if that is less). Where none fits, hold out the end of the last document."""
+    the tokens; of a short text into more: a fortieth up to 2^18, a tenth up to 4096. None takes more than an eighth of
+    the room, if there are such to fill half of it. Where none fits, hold out the end of the last document."""
     total = len(file)
     if total < 4:
         raise DepthgateError(f"the data has {total} tokens: too few to train on some and hold out others")
-    room = max(int(total * share), min(total // 10, 4096), 2)
+    room = max(int(total * share), min(total // 40, 2**18), min(total // 10, 4096), 2)
     starts, stops = file.offsets[:-1], file.offsets[1:]
     lengths = (stops - starts).tolist()
     held = torch.zeros(len(lengths), dtype=torch.bool)
     left = room
-    for i in sorted(range(len(lengths)), key=lambda i: mix(seed, i)):
-        if 1 < lengths[i] <= left:
-            held[i] = True
-            left -= lengths[i]
-        if left * 10 < room:
+    order = sorted(range(len(lengths)), key=lambda i: mix(seed, i))
+    for most in (room // 8, room):
+        for i in order:
+            if left * 10 >= room and 1 < lengths[i] <= min(left, most) and not held[i]:
+                held[i] = True
+                left -= lengths[i]
+        if left * 2 < room:
             break
     if held.any() and not held.all():
         return Shards(Documents(file, starts[~held], stops[~held]), Documents(file, starts[held], stops[held]))
