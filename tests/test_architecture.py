@@ -31,10 +31,14 @@ ALLOWED = {
     "view": {"errors", "routing", "view"},
     "bench": {
         *("errors", "config", "presets", "flops", "ops", "routing", "layers", "encoders", "model", "train"),
-        *("generation", "bench"),
+        *("loading", "generation", "bench"),
     },
+    "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "view", "isoflop"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
-    "cli": {"_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"},
+    "cli": {
+        *("_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"),
+        "isoflop",
+    },
     "__main__": {"cli"},
     "__init__": {
         "_version",

@@ -20,6 +20,7 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
+from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 
 
@@ -89,6 +90,12 @@ def _generate(config: GenerateConfig, as_json: bool) -> int:
     return run(config, as_json)
 
 
+def _isoflop(config: IsoflopConfig, as_json: bool) -> int:
+    from depthgate.isoflop.study import run
+
+    return run(config, as_json)
+
+
 def _bench_layers(config: BenchLayersConfig, as_json: bool) -> None:
     from depthgate.bench.layers import run
 
@@ -111,6 +118,7 @@ def _bench_generate(config: BenchGenerateConfig, as_json: bool) -> None:
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
     "eval": (EvalConfig, _eval),
+    "isoflop": (IsoflopConfig, _isoflop),
     "generate": (GenerateConfig, _generate),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _bench_layers),
@@ -141,7 +149,9 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
             parser.add_argument(f"--{name}", action="store_true", help=about)
         parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
         parser.add_argument("--stop", action="append", help="text at which to end; may be given several times")
-    parser.add_class_arguments(config, as_group=False, skip={"no_cache", "depth", "prompt", "stop"})
+    if config is IsoflopConfig:
+        parser.add_argument("--dry_run", action="store_true", help="print the grid, and train nothing")
+    parser.add_class_arguments(config, as_group=False, skip={"no_cache", "depth", "prompt", "stop", "dry_run"})
     if config is TrainConfig:
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
     return parser

@@ -5,6 +5,7 @@ causal mask saves nothing, and norms, activations, gathers and sorts are free. R
 one document a sequence; the empty slots that packed documents need (at most one less than there are) are not counted.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from depthgate.config import ROUTED_KINDS, ModelConfig
@@ -21,6 +22,9 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.parameters + other.parameters, self.forward + other.forward, self.training + other.training)
+
+    def __mul__(self, times: int) -> "Cost":
+        return Cost(self.parameters * times, self.forward * times, self.training * times)
 
 
 def _product(rows: int, inputs: int, outputs: int, passes: int = 3) -> int:
@@ -84,8 +88,8 @@ def model_cost(config: ModelConfig, tokens: int | None = None) -> Cost:
     cost = Cost(config.vocab * config.dim + config.dim)  # embedding and final norm
     head = _linear(tokens, config.dim, config.vocab)
     cost += Cost(0, head.forward, head.training) if config.tied else head
-    for kind in config.kinds:
-        cost += layer_cost(config, kind, tokens)
+    for kind, layers in Counter(config.kinds).items():
+        cost += layer_cost(config, kind, tokens) * layers
     return cost
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -59,6 +60,25 @@ def test_depth_shows_the_same_text_and_a_legend(model, capsys):
     coloured = said(capsys, *words, "--depth")[1]
     assert coloured.startswith(plain)
     assert coloured.splitlines()[-1].split() == ["layers:", "1", "2"]
+
+
+def test_several_prompts_are_shown_in_their_order(model, capsys, monkeypatch):
+    """Whichever finishes first; with --depth coloured as one is, and a single legend at the end."""
+    prompts = ["the", "a lazy dog and then it slee", "fox"]  # the second leaves room for 5 tokens
+    words = ["--model", model, *(f"--prompt={prompt}" for prompt in prompts), "--max-new-tokens", "12", "--seed", "3"]
+    results = json.loads(said(capsys, *words, "--json")[1])["results"]
+    assert [len(result["tokens"]) for result in results] == [12, 5, 12]
+    parts = [f"--- {result['prompt']!r}\n{result['text']}\n" for result in results]
+    assert said(capsys, *words)[1] == "".join(parts)
+    assert said(capsys, *words, "--depth")[1] == "".join(parts) + "layers: 1 2\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    coloured = said(capsys, *words, "--depth")[1]
+    for prompt, result in zip(prompts, results, strict=True):
+        alone = said(capsys, *words[:2], "--prompt", prompt, *words[5:], "--depth")[1].rpartition("layers:")[0]
+        assert f"--- {prompt!r}\n{alone}" in coloured
+        assert re.sub(r"\x1b\[\d+m", "", alone) == result["text"] + "\n"
+        assert "\x1b[" in alone
+    assert coloured.count("layers:") == 1
 
 
 def test_a_conversation_goes_on_from_all_that_was_said(model, capsys):

@@ -120,9 +120,12 @@ class BenchGenerateConfig:
     """Time decoding and count K/V memory of a Mixture-of-Depths decoder and of its dense twin.
 
     Args:
-        shape: tiny, 124m or 1b: that of the presets
+        shape: tiny, 124m or 1b: that of the presets, with random weights
+        model: folder of a run, or of one of its checkpoints: measured as it was trained, instead of a shape
+        data: text that the model reads, as for depthgate train; what it kept from its training unless given
         batches: numbers of sequences decoded at once, separated by commas
-        contexts: tokens that the cache holds already, separated by commas
+        contexts: tokens that the cache holds already, separated by commas; 256 unless given, or of a model all that its
+            context has room for
         new_tokens: timed tokens of every sequence
         uncached: also without a cache, where everything is computed again for each token
         llama: also Hugging Face's generate with a model of the dense shape
@@ -132,8 +135,10 @@ class BenchGenerateConfig:
     """
 
     shape: str = "tiny"
+    model: str | None = None
+    data: str | None = None
     batches: str | int = "1,8"
-    contexts: str | int = "256"
+    contexts: str | int | None = None
     new_tokens: int = 32
     uncached: bool = True
     llama: bool = False
@@ -143,8 +148,10 @@ class BenchGenerateConfig:
 
     def __post_init__(self) -> None:
         check_choice(self.shape, "shape", ("tiny", "124m", "1b"))
-        for name in ("batches", "contexts"):
-            for number in _numbers(getattr(self, name), name):
+        if self.data is not None and self.model is None:
+            raise InvalidValueError(f"data is {self.data!r}, but only a trained model reads text: name a --model")
+        for name, numbers in (("batches", self.batch_sizes), ("contexts", self.context_sizes)):
+            for number in numbers:
                 check_count(number, name)
         check_count(self.new_tokens, "new_tokens")
         check_count(self.seed, "seed", minimum=0)
@@ -159,7 +166,7 @@ class BenchGenerateConfig:
     @property
     def context_sizes(self) -> list[int]:
         """`contexts` as numbers."""
-        return _numbers(self.contexts, "contexts")
+        return _numbers(256 if self.contexts is None else self.contexts, "contexts")
 
 
 def _numbers(given: str | int, name: str) -> list[int]:

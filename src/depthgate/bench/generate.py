@@ -2,6 +2,7 @@
 
 Weights are random. The causal rule of every routed layer is shifted so that it routes the configured share of random
 tokens, and caches are filled with random keys and values at that share, as if a text of `context` tokens had been read.
+With `--model`, a trained model and its dense twin really read `context` tokens of text; the twin's weights are random.
 A model is timed only after its cached continuation of a short text was that of the uncached one.
 """
 
@@ -14,17 +15,23 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from depthgate.bench.config import BenchGenerateConfig
+from depthgate.bench.llama import check_transformers, llama_generate, llama_twin
 from depthgate.bench.measure import machine
-from depthgate.config import ModelConfig
-from depthgate.errors import DepthgateError
+from depthgate.config import EvalConfig, ModelConfig
+from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
 from depthgate.generation.engine import Forward, generate
 from depthgate.layers import MoD
+from depthgate.loading import load
 from depthgate.model import Decoder
 from depthgate.presets import train_config
 from depthgate.routing import Predictor, Scores, Slots, Threshold
+from depthgate.train.evaluate import documents_of
+from depthgate.train.loop import resolve_device
+from depthgate.train.shards import Documents
 
 _CHECKED = 12  # tokens
 _PROMPT = 16
@@ -83,15 +90,38 @@ def _filled(model: Decoder, batch: int, context: int) -> Forward:
     return forward
 
 
+@torch.inference_mode()
+def _read(model: Decoder, texts: list[list[int]]) -> tuple[Forward, list[Tensor]]:
+    """A cache of all tokens of each text but the last, which the model has read, and where they went."""
+    forward = Forward(model, len(texts), True, 512)
+    return forward, [forward([text[:-1] for text in texts], [len(text) - 1 for text in texts])[1]]
+
+
+def _texts(rows: int, tokens: int, vocab: int, documents: Documents | None) -> list[list[int]]:
+    """Tokens of each row: random, or from where the longest documents begin."""
+    if documents is None:
+        return torch.randint(vocab, (rows, tokens)).tolist()
+    if len(documents) < tokens:
+        raise DepthgateError(
+            f"the text has {len(documents)} tokens, and {tokens} are read: name a longer one with --data"
+        )
+    longest = documents.bounds.diff().argsort(descending=True, stable=True)
+    starts = documents.bounds[longest[torch.arange(rows) % len(longest)]].clamp(max=len(documents) - tokens)
+    return documents.read(starts[:, None] + torch.arange(tokens), documents.documents_at(starts, tokens)).tolist()
+
+
 def _sync(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 @torch.inference_mode()
-def _decoded(forward: Forward, texts: list[list[int]], config: BenchGenerateConfig) -> dict[str, float]:
-    """Greedy steps of the whole batch, one after another: tokens a second, and what share routed layers took."""
-    seconds, shares = [], []
+def _decoded(
+    forward: Forward, texts: list[list[int]], config: BenchGenerateConfig, ways: list[Tensor]
+) -> dict[str, float]:
+    """Greedy steps of the whole batch, one after another: tokens a second, and what share routed layers took, of the
+    tokens that were read (`ways`: where they went) as well."""
+    seconds = []
     cached = forward.cache is not None
     steps = config.new_tokens if cached else min(4, config.new_tokens)
     for step in range(steps):
@@ -103,15 +133,15 @@ def _decoded(forward: Forward, texts: list[list[int]], config: BenchGenerateConf
         _sync(config.device)
         if step >= min(3, steps - 1):  # the first ones warm up
             seconds.append(time.perf_counter() - start)
-        shares.append(went[:, :, -1].float().mean().item())
+        ways = [*ways, went[:, :, -1:] if step else went]  # without a cache, the first step reads the text
     found = {"tokens_per_second": len(texts) / median(seconds)}
-    return found | ({"routed": sum(shares) / steps} if len(went) else {})
+    return found | ({"routed": torch.cat(ways, 2).float().mean().item()} if len(went) else {})
 
 
-def _right(model: Decoder, config: BenchGenerateConfig) -> bool:
+def _right(model: Decoder, config: BenchGenerateConfig, documents: Documents | None) -> bool:
     """Whether a cached greedy continuation is the uncached one, in float32: rounding to bf16 may break ties."""
     torch.manual_seed(config.seed)
-    prompts = torch.randint(model.config.vocab, (2, _PROMPT)).tolist()
+    prompts = _texts(2, min(_PROMPT, *config.context_sizes), model.config.vocab, documents)
     options: dict[str, Any] = {"max_new_tokens": _CHECKED, "temperature": 0}
     wide = config.dtype == "float32"
     if not wide:  # in place: there and back changes nothing, and two copies of a large model may not fit
@@ -122,19 +152,26 @@ def _right(model: Decoder, config: BenchGenerateConfig) -> bool:
     return [r.tokens for r in a] == [r.tokens for r in b] and [r.routed for r in a] == [r.routed for r in b]
 
 
-def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[str, Any]]:
-    _say(f"{name}: {parameters(shape):,} parameters")
-    model = _built(shape, config)
-    if not _right(model, config):
+def _rows(
+    name: str, model: Decoder, config: BenchGenerateConfig, documents: Documents | None = None
+) -> list[dict[str, Any]]:
+    _say(f"{name}: {parameters(model.config):,} parameters")
+    if not _right(model, config, documents):
         return [{"model": name, "error": "cached and uncached tokens differ"}]
     rows = []
     for batch in config.batch_sizes:
         for context in config.context_sizes:
             for cached in (True, False) if config.uncached else (True,):
-                texts = torch.randint(shape.vocab, (batch, context + 1)).tolist()
-                forward = _filled(model, batch, context) if cached else Forward(model, batch, False, 512)
+                texts = _texts(batch, context + 1, model.config.vocab, documents)
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
-                row |= _decoded(forward, texts, config)
+                ways: list[Tensor] = []
+                if not cached:
+                    forward = Forward(model, batch, False, 512)
+                elif documents is None:
+                    forward = _filled(model, batch, context)
+                else:
+                    forward, ways = _read(model, texts)
+                row |= _decoded(forward, texts, config, ways)
                 if forward.cache is not None:
                     row["kv_bytes"] = forward.cache.nbytes
                 rows.append(row)
@@ -143,10 +180,21 @@ def _rows(name: str, shape: ModelConfig, config: BenchGenerateConfig) -> list[di
     return rows
 
 
+def _settled(config: BenchGenerateConfig, context: int) -> BenchGenerateConfig:
+    """With contexts that a trained model has room for."""
+    room = context - config.new_tokens
+    if config.contexts is None:
+        config = replace(config, contexts=max(1, room))
+    if max(config.context_sizes) > room:
+        raise InvalidValueError(
+            f"contexts is {config.contexts}, and {config.new_tokens} new tokens follow, but the model's context is "
+            f"{context}: ask for less of either"
+        )
+    return config
+
+
 def _llama_rows(shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[str, Any]]:
     """Hugging Face's generate with the weights of the dense model, greedy, its own dynamic cache."""
-    from depthgate.bench.llama import llama_generate, llama_twin
-
     name = "Llama, transformers"
     model = _built(shape, config).float()
     net = llama_twin(model)
@@ -170,10 +218,23 @@ def run(config: BenchGenerateConfig, as_json: bool) -> None:
     """Measure, print one table or one JSON object; raises at the end if a model was wrong."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DepthgateError("device is 'cuda', but no CUDA device is available: use --device cpu")
-    shapes = _models(config)
-    rows = [row for name, shape in shapes.items() for row in _rows(name, shape, config)]
     if config.llama:
-        rows += _llama_rows(shapes["dense"], config)
+        check_transformers()
+    folder = config.model
+    if folder is None:
+        shapes = _models(config)
+        rows = [row for name, shape in shapes.items() for row in _rows(name, _built(shape, config), config)]
+        dense = shapes["dense"]
+    else:
+        model = load(folder).to(resolve_device(config.device), getattr(torch, config.dtype))
+        config = _settled(config, model.config.context)
+        documents = documents_of(EvalConfig(folder, config.data or "heldout"), model)
+        dense = replace(model.config, pattern="dense")
+        rows = _rows("trained", model, config, documents)
+        del model
+        rows += _rows("dense", _built(dense, config), config, documents)
+    if config.llama:
+        rows += _llama_rows(dense, config)
     _with_ratios(rows)
     about = machine(config.device)
     if as_json:
@@ -205,8 +266,9 @@ def _print_table(about: dict[str, Any], config: BenchGenerateConfig, rows: list[
     from rich.console import Console
     from rich.table import Table
 
-    title = f"Decoding, shape {config.shape}, random weights, {config.dtype}, {config.new_tokens} tokens: medians"
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    weights = "random weights" if config.model is None else "dense with random weights"
+    what = f"{config.model or config.shape}, {weights}, {config.dtype}, {config.new_tokens} tokens"
+    table = Table(title=f"Decoding: {what}, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("model", "batch", "context", "cache", "routed", "tokens/s", "K/V MiB", "speed x", "K/V x"):
         table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
     for row in rows:

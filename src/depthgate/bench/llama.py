@@ -1,15 +1,23 @@
 """What a user might run instead: Hugging Face's LlamaForCausalLM of the same shape, as its users would run it."""
 
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from depthgate.config import ModelConfig, TrainConfig
+from depthgate.errors import DepthgateError
 from depthgate.model import Decoder
 from depthgate.ops.sizes import swiglu_hidden
 from depthgate.train.batches import Rows
 from depthgate.train.step import Figures, precision
+
+
+def check_transformers() -> None:
+    """Before anything is measured."""
+    if find_spec("transformers") is None:
+        raise DepthgateError("llama is asked for, but transformers is not installed: pip install 'depthgate[hf]'")
 
 
 def llama(model: ModelConfig, seed: int) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from depthgate.bench.config import BenchTrainConfig
-from depthgate.bench.llama import LlamaStep
+from depthgate.bench.llama import LlamaStep, check_transformers
 from depthgate.bench.measure import machine
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import DepthgateError
@@ -204,6 +204,8 @@ def run(config: BenchTrainConfig, as_json: bool) -> None:
     """Measure every width, print one table or one JSON object; raises at the end if any model was wrong."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise DepthgateError("device is 'cuda', but no CUDA device is available: use --device cpu")
+    if config.llama_widths:
+        check_transformers()
     ceiling = matmul_rate(config.device, getattr(torch, config.dtype))
     cases = [(dim, name) for dim in config.widths for name in ("dense", "MoD")]
     rows: list[dict[str, Any]] = []

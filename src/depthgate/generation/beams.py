@@ -1,6 +1,6 @@
 """Beam search: the likeliest continuations, several at a time, each with its own rows of the cache."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,6 @@ import torch
 from depthgate.generation.engine import Event, Forward, journey
 from depthgate.generation.requests import Generation
 from depthgate.generation.sampling import check_logits
-from depthgate.model import Decoder
 from depthgate.train.tokenizer import TextTokenizer
 
 
@@ -30,22 +29,24 @@ class _Beam:
 
 @torch.inference_mode()
 def search(
-    model: Decoder,
+    forward: Forward,
     todo: list[Generation],
     width: int,
     max_new_tokens: int,
     stop: Sequence[str],
-    cache: bool,
-    chunk: int,
     tokenizer: TextTokenizer | None,
 ) -> Generator[Event]:
     """The best continuation of every prompt by log-probability a token; prompts are searched one after another, and
-    the tokens of each come when it is found, the text with the last."""
+    the tokens of each come when it is found, the text with the last. Where it is interrupted, the prompt under way
+    keeps the best so far."""
     for number, result in enumerate(todo):
-        best = _search(model, result.prompt_tokens, width, max_new_tokens, stop, cache, chunk, tokenizer)
-        result.tokens, result.finish = best.tokens, best.finish
-        result.depths, result.routed = best.depths, best.routed
-        result.text = _text(best.tokens, stop, tokenizer)
+        result.routed = [0] * len(forward.model.config.routed)
+        try:
+            for best in _search(forward, result.prompt_tokens, width, max_new_tokens, stop, tokenizer):
+                result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
+            result.finish = best.finish
+        finally:
+            result.text = _text(result.tokens, stop, tokenizer)
         first = len(result.prompt_tokens) - 1
         for i, token in enumerate(best.tokens):
             last = i + 1 == len(best.tokens)
@@ -54,17 +55,17 @@ def search(
 
 
 def _search(
-    model: Decoder,
+    forward: Forward,
     prompt: list[int],
     width: int,
     max_new_tokens: int,
     stop: Sequence[str],
-    cache: bool,
-    chunk: int,
     tokenizer: TextTokenizer | None,
-) -> _Beam:
+) -> Iterator[_Beam]:
+    """The best beam after every step; the last one is the result."""
+    model, cached = forward.model, forward.cache is not None
     end = None if tokenizer is None else tokenizer.end
-    forward = Forward(model, 1, cache, chunk)
+    forward.restart(1)
     beams = [_Beam([], 0.0, [], [0] * len(model.config.routed))]
     finished: list[_Beam] = []
     new = [len(prompt)]
@@ -72,10 +73,12 @@ def _search(
         logits, went = forward([prompt + beam.tokens for beam in beams], new)
         check_logits(logits)
         entered = went.cpu()
+        ways = []
         for b, beam in enumerate(beams):
-            depths, counts = journey(entered[:, b], new[b] if cache else len(prompt) + step, model)
-            beam.depths = beam.depths + depths if cache else depths
-            beam.routed = [x + y for x, y in zip(beam.routed, counts, strict=True)] if cache else counts
+            depths, counts = journey(entered[:, b], new[b] if cached else len(prompt) + step, model)
+            if cached:
+                depths, counts = beam.depths + depths, [x + y for x, y in zip(beam.routed, counts, strict=True)]
+            ways.append((depths, counts))
         scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)
         # Twice as many as are kept: half of them may end here.
         best = scores.flatten().topk(min(2 * width, scores.numel()))
@@ -83,25 +86,22 @@ def _search(
         going: list[tuple[int, _Beam]] = []
         for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             parent, token = divmod(place, scores.shape[1])
-            old = beams[parent]
-            beam = _Beam([*old.tokens, token], score, old.depths, old.routed)
+            beam = _Beam([*beams[parent].tokens, token], score, *ways[parent])
             beam.finish = _finish(beam, token, end, stop, tokenizer)
             if beam.finish is not None:
                 finished.append(beam)
             elif len(going) < width:
                 going.append((parent, beam))
         finished = sorted(finished, key=lambda beam: -beam.mean)[:width]
-        if last or not going:
-            for _, beam in going:
-                beam.finish = "length" if step + 1 == max_new_tokens else "context"
-            finished += [beam for _, beam in going]
-            break
-        if len(finished) == width and finished[-1].mean >= max(beam.mean for _, beam in going):
-            break
-        forward.select([parent for parent, _ in going])
         beams = [beam for _, beam in going]
+        if last:
+            for beam in beams:
+                beam.finish = "length" if step + 1 == max_new_tokens else "context"
+        yield max([*finished, *beams], key=lambda beam: beam.mean)
+        if last or not beams or (len(finished) == width and finished[-1].mean >= max(beam.mean for beam in beams)):
+            return
+        forward.select([parent for parent, _ in going])
         new = [1] * len(beams)
-    return max(finished, key=lambda beam: beam.mean)
 
 
 def _finish(

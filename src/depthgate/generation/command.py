@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from io import TextIOWrapper
 
@@ -31,21 +31,12 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     forward = Forward(model, len(todo), not config.no_cache, config.chunk)
     start = time.perf_counter()
     code = 0
-    with closing(_events(model, todo, config, forward)) as events:
-        try:
-            if not as_json and len(todo) == 1:
-                _show(events, model, config.depth)
-            else:
-                for _ in events:
-                    pass
-        except KeyboardInterrupt:  # what there is so far is shown
-            code = 130
-    seconds = time.perf_counter() - start
+    try:
+        _follow(_events(model, todo, config, forward), None if as_json else _Screen(todo, model, config.depth))
+    except KeyboardInterrupt:  # what there is so far is shown
+        code = 130
     if as_json:
-        print(json.dumps(_report(todo, seconds, forward.kv_bytes)))
-    elif len(todo) > 1:
-        for result in todo:
-            print(f"--- {result.prompt!r}\n{result.text}")
+        print(json.dumps(_report(todo, time.perf_counter() - start, forward.kv_bytes)))
     return code
 
 
@@ -60,8 +51,7 @@ def _events(
     if config.beams > 1:
         from depthgate.generation.beams import search
 
-        cached, chunk, stop = not config.no_cache, config.chunk, config.stop or []
-        yield from search(model, todo, config.beams, config.max_new_tokens, stop, cached, chunk, model.tokenizer)
+        yield from search(forward, todo, config.beams, config.max_new_tokens, config.stop or [], model.tokenizer)
         return
     yield from decode(
         forward,
@@ -92,22 +82,65 @@ def _report(todo: list[Generation], seconds: float, kv_bytes: int) -> dict[str, 
     return {"results": results, "tokens_per_second": speed, "seconds": round(seconds, 6), "kv_bytes": kv_bytes}
 
 
-def _show(events: Iterator[Event], model: LoadedDecoder, depth: bool) -> None:
-    """Text as it comes; with `depth`, each piece in the colour of how many layers its token went through. That is
-    known when the token after it is there, so what is shown is one token behind."""
-    colours = depth and Console(file=sys.stdout).is_terminal
-    held = ""
+def _follow(events: Generator[Event], screen: "_Screen | None") -> None:
+    """All events, shown on the screen if there is one; where they are cut short, it shows what there is so far."""
     try:
-        for event in events:
-            said, held = (held, event.text) if depth else (event.text, "")
-            sys.stdout.write(_coloured(said, event.depth, model) if colours and said else said)
-            sys.stdout.flush()
+        with closing(events):  # before the end is shown: closing adds what was held back
+            for event in events:
+                if screen is not None:
+                    screen.add(event)
     finally:
-        print(held, flush=True)
-        if depth:
-            least = _least(model)
-            names = [(str(n), n) for n in range(least, model.config.layers + 1)]
-            print("layers:", *(_coloured(name, n, model) if colours else name for name, n in names))
+        if screen is not None:
+            screen.end()
+
+
+class _Screen:
+    """Text in the order of the prompts: that of the first unfinished one as it comes, that of the others when those
+    before them have finished. With `depth`, each piece in the colour of how many layers its token went through. That
+    is known when the token after it is there, so what is shown is one token behind."""
+
+    def __init__(self, todo: list[Generation], model: LoadedDecoder, depth: bool) -> None:
+        self.todo, self.model, self.depth = todo, model, depth
+        self.colours = depth and Console(file=sys.stdout).is_terminal
+        self.now = 0  # the prompt whose text is shown
+        self.finished = [False] * len(todo)
+        self.known = [0] * len(todo)  # characters of each text that events have brought
+        self.held = [""] * len(todo)  # text of the last token, where its depth is waited for
+        self.ready = [f"--- {result.prompt!r}\n" if len(todo) > 1 else "" for result in todo]  # and not shown yet
+        self._write()
+
+    def add(self, event: Event) -> None:
+        """Take in one token, and show what may be shown."""
+        n = event.request
+        said, self.held[n] = (self.held[n], event.text) if self.depth else (event.text, "")
+        self.known[n] += len(event.text)
+        self.ready[n] += _coloured(said, event.depth, self.model) if self.colours and said else said
+        self.finished[n] = event.finish is not None
+        self._write()
+        while self.now < len(self.todo) and self.finished[self.now]:
+            self._next()
+
+    def end(self) -> None:
+        """Show all that is left, finished or not."""
+        while self.now < len(self.todo):
+            self._next()
+        if self.depth:
+            names = [(str(n), n) for n in range(_least(self.model), self.model.config.layers + 1)]
+            print("layers:", *(_coloured(name, n, self.model) if self.colours else name for name, n in names))
+
+    def _next(self) -> None:
+        """Show the rest of a text, and go on to the next one."""
+        n = self.now
+        self.ready[n] += self.held[n] + self.todo[n].text[self.known[n] :] + "\n"
+        self._write()
+        self.now += 1
+        self._write()
+
+    def _write(self) -> None:
+        if self.now < len(self.todo):
+            said, self.ready[self.now] = self.ready[self.now], ""
+            sys.stdout.write(said)
+            sys.stdout.flush()
 
 
 # From few layers to all of them: readable on dark and on light.
@@ -142,8 +175,7 @@ def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
             print(f"depthgate: {error}", file=sys.stderr)
             continue
         try:
-            with closing(_events(model, todo, config, forward, computed, drawn)) as events:
-                _show(events, model, config.depth)
+            _follow(_events(model, todo, config, forward, computed, drawn), _Screen(todo, model, config.depth))
         except KeyboardInterrupt:
             print(file=sys.stderr)
         said = todo[0].tokens

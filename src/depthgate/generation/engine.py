@@ -43,6 +43,11 @@ class Forward:
         self.device = model.embed.weight.device
         self.kv_bytes = 0  # the most that keys and values took
 
+    def restart(self, rows: int) -> None:
+        """Go on with so many rows of which nothing is known."""
+        if self.cache is not None:
+            self.cache = Cache(len(self.model.layers), rows)
+
     def __call__(self, texts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
         """`texts`, all tokens of each row, of which the last `new` have not been computed yet -> logits (B, V), and
         where each of them went (L, B, T), padded at the left, a row for each routed layer."""
@@ -90,8 +95,9 @@ def decode(
     computed: int = 0,
     drawn: int = 0,
 ) -> Generator[Event]:
-    """Tokens as they come. `todo` fills up with the results. To go on with a conversation, hand in the `forward` that
-    has its first `computed` tokens in its cache, and how many tokens were `drawn` before."""
+    """Tokens as they come. `todo` fills up with the results; where it is interrupted or closed, what was held back of
+    the text is added. To go on with a conversation, hand in the `forward` that has its first `computed` tokens in its
+    cache, and how many tokens were `drawn` before."""
     model = forward.model
     end = None if tokenizer is None else tokenizer.end
     draws = Draws(seeds)
@@ -103,26 +109,32 @@ def decode(
         result.routed = [0] * len(model.config.routed)
     new = [len(row.ids) - computed for row in rows]
     seen = _seen(rows, model) if sampling.repetition_penalty != 1 else None
-    for step in range(max_new_tokens):
-        logits, went = forward([row.ids for row in rows], new)
-        check_logits(logits)
-        _note(rows, new, went, forward)
-        uniform = draws.at([row.number for row in rows], drawn + step).to(logits.device)
-        tokens = pick(logits, sampling, seen, uniform)
-        if seen is not None:
-            seen.scatter_(1, tokens[:, None], True)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.ids.append(token)
-            row.result.finish = _finish(row, token, end, step + 1 == max_new_tokens, model.config.context)
-            yield Event(row.number, token, _said(row, token, end), row.result.depths[-1], row.result.finish)
-        stay = [i for i, row in enumerate(rows) if row.result.finish is None]
-        if not stay:
-            return
-        if len(stay) < len(rows):
-            forward.select(stay)
-            seen = None if seen is None else seen[stay]
-            rows = [rows[i] for i in stay]
-        new = [1] * len(rows)
+    try:
+        for step in range(max_new_tokens):
+            logits, went = forward([row.ids for row in rows], new)
+            check_logits(logits)
+            _note(rows, new, went, forward)
+            uniform = draws.at([row.number for row in rows], drawn + step).to(logits.device)
+            tokens = pick(logits, sampling, seen, uniform)
+            if seen is not None:
+                seen.scatter_(1, tokens[:, None], True)
+            for row, token in zip(rows, tokens.tolist(), strict=True):
+                row.ids.append(token)
+                row.result.finish = _finish(row, token, end, step + 1 == max_new_tokens, model.config.context)
+                yield Event(row.number, token, _said(row, token, end), row.result.depths[-1], row.result.finish)
+            stay = [i for i, row in enumerate(rows) if row.result.finish is None]
+            if not stay:
+                return
+            if len(stay) < len(rows):
+                forward.select(stay)
+                seen = None if seen is None else seen[stay]
+                rows = [rows[i] for i in stay]
+            new = [1] * len(rows)
+    finally:
+        for row in rows:
+            if row.stream is not None:
+                row.stream.finish()
+                row.result.text = row.stream.text
 
 
 def _note(rows: list[_Row], new: list[int], went: Tensor, forward: Forward) -> None:
@@ -228,12 +240,12 @@ def generate(
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")
     todo, more = _checked(model, prompts, max_new_tokens, stop, seed, chunk)
+    forward = Forward(model, len(todo), cache, chunk)
     if beams > 1:
         from depthgate.generation.beams import search
 
-        events = search(model, todo, beams, max_new_tokens, more["stop"], cache, chunk, more["tokenizer"])
+        events = search(forward, todo, beams, max_new_tokens, more["stop"], more["tokenizer"])
     else:
-        forward = Forward(model, len(todo), cache, chunk)
         events = decode(forward, todo, sampling, max_new_tokens=max_new_tokens, **more)
     for event in events:
         if callback is not None:

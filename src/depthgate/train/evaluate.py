@@ -18,7 +18,7 @@ from depthgate.train.run import CONFIG, cache
 from depthgate.train.shards import Documents, everything, prepare, tokenize
 
 
-def _documents(config: EvalConfig, model: LoadedDecoder) -> Documents:
+def documents_of(config: EvalConfig, model: LoadedDecoder) -> Documents:
     """The text; `heldout` is what the run kept from its training."""
     if config.data != "heldout":
         return everything(tokenize(config.data, model.tokenizer, cache()))
@@ -37,7 +37,7 @@ def _documents(config: EvalConfig, model: LoadedDecoder) -> Documents:
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """The figures of one model on one text."""
     model = load(config.model).to(resolve_device(config.device))
-    return {"model": config.model, "data": config.data, **measure(model, _documents(config, model), config.batch)}
+    return {"model": config.model, "data": config.data, **measure(model, documents_of(config, model), config.batch)}
 
 
 @torch.no_grad()

@@ -166,9 +166,8 @@ def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
     lengths = (stops - starts).tolist()
     held = torch.zeros(len(lengths), dtype=torch.bool)
     left = room
-    order = sorted(range(len(lengths)), key=lambda i: mix(seed, i))
     for most in (room // 8, room):
-        for i in order:
+        for i in sorted(range(len(lengths)), key=lambda i: mix(seed, i)):
             if left * 10 >= room and 1 < lengths[i] <= min(left, most) and not held[i]:
                 held[i] = True
                 left -= lengths[i]

@@ -128,6 +128,7 @@ def line_chart(
     x_label: str,
     y_label: str,
     *,
+    log_x: bool = False,
     log_y: bool = False,
     marks: Mapping[str, Points] | None = None,
 ) -> Html:
@@ -137,18 +138,17 @@ def line_chart(
     `description` is the figure's caption, and what a screen reader says. Points that cannot be drawn (not finite, or
     not above 0 on a log axis) leave a gap.
     """
-    lines = {name: _drawable(points, log_y) for name, points in series.items()}
-    dots = {name: _drawable(points, log_y) for name, points in (marks or {}).items()}
+    lines = {name: _drawable(points, log_x, log_y) for name, points in series.items()}
+    dots = {name: _drawable(points, log_x, log_y) for name, points in (marks or {}).items()}
     drawn = [point for pieces in (*lines.values(), *dots.values()) for piece in pieces for point in piece]
-    x_ticks = linear_ticks([x for x, _ in drawn])
-    y_ticks = log_ticks([y for _, y in drawn]) if log_y else linear_ticks([y for _, y in drawn])
+    x_ticks = (log_ticks if log_x else linear_ticks)([x for x, _ in drawn])
+    y_ticks = (log_ticks if log_y else linear_ticks)([y for _, y in drawn])
 
     def across(x: float) -> float:
-        return LEFT + PLOT_WIDTH * (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        return LEFT + PLOT_WIDTH * _share(x, x_ticks, log_x)
 
     def down(y: float) -> float:
-        low, high, at = (math.log10(v) if log_y else v for v in (y_ticks[0], y_ticks[-1], y))
-        return TOP + PLOT_HEIGHT * (high - at) / (high - low)
+        return TOP + PLOT_HEIGHT * (1 - _share(y, y_ticks, log_y))
 
     parts: list[str] = []
     bottom, right = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH
@@ -203,15 +203,26 @@ def linear_ticks(values: Sequence[float]) -> list[float]:
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:
-    """Powers of ten that enclose the values, all above 0; at least two."""
-    first = math.floor(math.log10(min(values, default=1.0)) + 1e-9)
-    last = math.ceil(math.log10(max(values, default=10.0)) - 1e-9)
-    return [10.0**n for n in range(first, max(last, first + 1) + 1)]
+    """Powers of ten that enclose the values, all above 0; where that is one or two of them, 2 and 5 times them too."""
+    low, high = min(values, default=1.0), max(values, default=10.0)
+    first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
+    if last - first > 2:
+        return [10.0**n for n in range(first, last + 1)]
+    fine = [float(f"{m}e{n}") for n in range(first, last + 1) for m in (1, 2, 5)]
+    start = max(i for i, tick in enumerate(fine) if tick <= low * (1 + 1e-9))
+    stop = min((i for i, tick in enumerate(fine) if tick >= high * (1 - 1e-9)), default=len(fine) - 1)
+    return fine[start : max(stop, start + 1) + 1]
 
 
-def _drawable(points: Points, log_y: bool) -> list[Points]:
+def _share(value: float, ticks: Sequence[float], log: bool) -> float:
+    """Where a value lies between the first and the last tick, from 0 to 1."""
+    low, high, at = (math.log10(v) if log else v for v in (ticks[0], ticks[-1], value))
+    return (at - low) / (high - low)
+
+
+def _drawable(points: Points, log_x: bool, log_y: bool) -> list[Points]:
     """Unbroken pieces of a series."""
-    fine = [math.isfinite(x) and math.isfinite(y) and (y > 0 or not log_y) for x, y in points]
+    fine = [math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x) and (y > 0 or not log_y) for x, y in points]
     cuts = [-1, *(i for i, good in enumerate(fine) if not good), len(points)]
     return [points[a + 1 : b] for a, b in pairwise(cuts) if b - a > 1]
 

@@ -1,0 +1,114 @@
+"""One cell, from a fresh or interrupted run to its row of results. Runs wherever a launcher puts it."""
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgate.errors import DepthgateError
+from depthgate.flops import forward_flops
+from depthgate.isoflop.grid import Cell, described
+from depthgate.loading import load
+from depthgate.train import checkpoint, loop
+from depthgate.train.evaluate import measure
+from depthgate.train.run import METRICS, cache, write_json
+from depthgate.train.shards import prepare
+
+RESULT = "result.json"
+
+
+def finished(cell: Cell) -> dict[str, Any] | None:
+    """The row of a cell that was run to its end."""
+    path = cell.folder / RESULT
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return None
+    except ValueError:
+        raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again") from None
+    told = described(cell)
+    if not isinstance(found, dict) or any(found.get(name) != told[name] for name in told):
+        raise DepthgateError(f"{path} is of another study: choose another --out")
+    return found
+
+
+def beside(cell: Cell, what: str) -> Path:
+    """A file beside the cell's run: its log, or its error."""
+    return cell.folder.parent / f"{cell.name}.{what}.txt"
+
+
+def run_cell(cell: Cell, measured: int, quiet: bool) -> dict[str, Any]:
+    """Train, or go on; measure; the row of results. A failure is written down beside the run. `quiet`: what training
+    says goes into a file, as where several cells run at once."""
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _into(beside(cell, "log") if quiet else None):
+            row = _trained(cell, measured)
+    except Exception:
+        beside(cell, "error").write_text(traceback.format_exc(), encoding="utf-8")
+        raise
+    finally:
+        _forget()
+    beside(cell, "error").unlink(missing_ok=True)
+    write_json(cell.folder / RESULT, row)
+    return row
+
+
+def _trained(cell: Cell, measured: int) -> dict[str, Any]:
+    training, folder = cell.training, cell.folder
+    done = max(checkpoint.steps(folder), default=0) if folder.is_dir() else 0
+    if done < training.steps:
+        if loop.train(training, resume=True) == 130:
+            raise KeyboardInterrupt
+        if max(checkpoint.steps(folder), default=0) < training.steps:
+            raise KeyboardInterrupt  # somebody asked the process to stop
+    model = load(folder).to(loop.resolve_device(training.device))
+    documents = prepare(training.data, model.tokenizer, cache(), training.validation).validation
+    figures = measure(model, documents, training.batch, measured)
+    last = json.loads((folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
+    return {
+        **described(cell),
+        "loss": figures["nats_per_token_top_k"],
+        "loss_causal": figures["nats_per_token"],
+        "bits_per_byte": figures["bits_per_byte"],
+        "train_loss": last["loss"],
+        "flops": last["flops"],
+        "forward_flops_per_token": forward_flops(model.config),
+        "seconds": last["seconds"],
+        "routed_share": figures["routed_share"],
+        "agreement": figures["agreement"],
+        "measured_tokens": figures["tokens"],
+        "device": training.device,
+    }
+
+
+def _forget() -> None:
+    """Free what a cell took: the next one may need it all."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _into(path: Path | None) -> Any:
+    """Have stderr written to a file."""
+    if path is None:
+        yield
+        return
+    with path.open("a", encoding="utf-8") as file, contextlib.redirect_stderr(file):
+        yield
+
+
+def in_worker(cell: Cell, measured: int, threads: int) -> dict[str, Any]:
+    """`run_cell` in a process of its own."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    torch.set_num_threads(threads)
+    sys.stdout.flush()
+    return run_cell(cell, measured, quiet=True)

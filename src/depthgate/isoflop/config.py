@@ -1,0 +1,126 @@
+"""What `depthgate isoflop` can be told. Imports no torch."""
+
+from dataclasses import dataclass
+
+from depthgate.errors import InvalidValueError, check_choice, check_count, check_positive
+from depthgate.isoflop.variants import Variant, parsed
+
+
+@dataclass(frozen=True)
+class IsoflopConfig:
+    """Train models of several sizes and kinds with the same FLOPs, fit the best of each kind, and compare them.
+
+    Args:
+        data: text, as for depthgate train
+        out: folder of the study: every cell's run, results.jsonl, results.csv and report.html
+        budgets: training FLOPs, separated by commas
+        sizes: models of each variant at each budget
+        variants: dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its
+            training, as in mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3
+        seeds: seeds of every cell
+        seeds_at_minimum: seeds of the best size of each variant and of its neighbours; as many as seeds unless given
+        more_sizes: sizes that may be added to a variant's curve at its open side until its minimum has higher losses on
+            both sides
+        validation: text to measure on; a share of the data is held out unless given
+        tokenizer: bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer
+        vocab: size of a bpe tokenizer
+        context: tokens of a sequence; 256 unless a budget is 1e14 or more, then 1024
+        center: times the FLOPs a token that the middle size is expected to be best at
+        spread: FLOPs a token of a size over those of the next smaller one
+        lr: learning rate of all cells, instead of the rule that gives each width its own
+        lr_sweep: first find a learning rate for each variant and width by trying five at the smallest budget
+        device: cpu, cuda, or auto
+        launcher: local, ray or submitit
+        parallel: cells that run at the same time, with launcher local; unless given, one for each processor core,
+            or one on a GPU
+        cpus: processor cores of a cell, for ray and submitit
+        gpus: GPUs of a cell, for ray and submitit; may be a fraction with ray
+        minutes: longest time of a cell, for submitit
+        measured: held-out tokens that losses are measured on, about
+        extend: go on with a study that was made for other budgets, sizes, variants or seeds
+        dry_run: print the grid, and train nothing
+    """
+
+    data: str = "stdlib"
+    out: str = "runs/isoflop"
+    budgets: str | float = "1e12,2e12"
+    sizes: int = 5
+    variants: str = "dense,mod"
+    seeds: int = 1
+    seeds_at_minimum: int | None = None
+    more_sizes: int = 0
+    validation: str | None = None
+    tokenizer: str = "bytes"
+    vocab: int | None = None
+    context: int | None = None
+    center: float = 1.0
+    spread: float = 2.0
+    lr: float | None = None
+    lr_sweep: bool = False
+    device: str = "auto"
+    launcher: str = "local"
+    parallel: int | None = None
+    cpus: int = 1
+    gpus: float = 0.0
+    minutes: int = 240
+    measured: int = 2**17
+    extend: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.budget_list
+        assert self.variant_list
+        check_count(self.sizes, "sizes", minimum=3, maximum=99)
+        for name, most in (("seeds", 99), ("cpus", 1024), ("minutes", 10**6), ("measured", 2**40)):
+            check_count(getattr(self, name), name, maximum=most)
+        if self.parallel is not None:
+            check_count(self.parallel, "parallel", maximum=256)
+        check_count(self.more_sizes, "more_sizes", minimum=0, maximum=99)
+        if self.seeds_at_minimum is not None:
+            check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
+        if self.context is not None:
+            check_count(self.context, "context", minimum=8, maximum=2**20)
+        for name in ("center", "spread"):
+            check_positive(getattr(self, name), name)
+        if self.spread < 1.2:
+            raise InvalidValueError(f"spread is {self.spread}: it must be at least 1.2, or sizes are the same")
+        if self.lr is not None:
+            check_positive(self.lr, "lr")
+            if self.lr_sweep:
+                raise InvalidValueError(f"lr is {self.lr} and lr_sweep is true: give one of them")
+        if self.gpus < 0:
+            raise InvalidValueError(f"gpus is {self.gpus}: it must be at least 0")
+        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+        check_choice(self.launcher, "launcher", ("local", "ray", "submitit"))
+        if self.vocab is not None and self.tokenizer != "bpe":
+            raise InvalidValueError(f"vocab is {self.vocab}: only --tokenizer bpe takes one; leave it out")
+        if self.tokenizer == "bpe":
+            if self.vocab is None:
+                raise InvalidValueError("tokenizer is 'bpe' without a size: give one, as --vocab 8192")
+            check_count(self.vocab, "vocab", minimum=257, maximum=2**20)
+
+    @property
+    def budget_list(self) -> list[float]:
+        """`budgets` as numbers, ascending."""
+        try:
+            found = [float(part) for part in str(self.budgets).split(",")]
+        except ValueError:
+            raise InvalidValueError(f"budgets is {self.budgets!r}: give FLOPs, as 3e15,1e16") from None
+        for budget in found:
+            check_positive(budget, "budgets")
+        if len(set(found)) < len(found):
+            raise InvalidValueError(f"budgets is {self.budgets!r}: one stands twice")
+        return sorted(found)
+
+    @property
+    def variant_list(self) -> list[Variant]:
+        """`variants`, each with what it sets."""
+        found = [parsed(part.strip()) for part in str(self.variants).split(",")]
+        if len({variant.name for variant in found}) < len(found):
+            raise InvalidValueError(f"variants is {self.variants!r}: one stands twice")
+        return found
+
+    @property
+    def tokens_in_sequence(self) -> int:
+        """`context`, or what fits the budgets."""
+        return self.context or (1024 if max(self.budget_list) >= 1e14 else 256)

@@ -1,0 +1,66 @@
+"""How long cells will take: from cells that were run, or from a few steps of a small and of a large model."""
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from depthgate.flops import training_flops
+from depthgate.isoflop.grid import Cell
+from depthgate.model import Decoder
+
+_OVERHEAD = 5.0  # seconds of a cell besides its training steps
+_COMPILED = 30.0  # more, where it is compiled first
+
+
+class Speed:
+    """FLOPs a second, as a function of the FLOPs a token costs."""
+
+    def __init__(self, rows: Sequence[dict[str, Any]], device: str) -> None:
+        self.device = device
+        self.known: list[tuple[float, float]] = []  # FLOPs a token, FLOPs a second
+        self.probed: dict[str, float] = {}
+        for row in rows:
+            self.learn(row)
+
+    def learn(self, row: dict[str, Any]) -> None:
+        """Of a finished cell."""
+        if row.get("device") == self.device and row.get("seconds"):
+            self.known.append((row["flops_per_token"], row["flops"] / row["seconds"]))
+
+    def seconds(self, cell: Cell) -> float:
+        """About how long a cell takes."""
+        cost = training_flops(cell.training.model)
+        near = min(self.known, key=lambda known: abs(math.log(known[0] / cost)), default=None)
+        rate = near[1] if near else self._probe(cell)
+        return cell.flops / rate + _OVERHEAD + (_COMPILED if cell.training.compile else 0.0)
+
+    def _probe(self, cell: Cell) -> float:
+        """FLOPs a second of forward and backward over a few sequences, measured once for every shape."""
+        model = cell.training.model
+        key = f"{model.pattern} {model.layers}x{model.dim}"
+        if key not in self.probed:
+            net = Decoder(model).to(self.device)
+            tokens = torch.randint(model.vocab, (min(8, cell.training.batch), model.context), device=self.device)
+            seconds = []
+            for _ in range(3):
+                self._wait()
+                start = time.perf_counter()
+                net.loss(tokens, tokens)[0].backward()  # type: ignore[no-untyped-call]
+                self._wait()
+                seconds.append(time.perf_counter() - start)
+            self.probed[key] = training_flops(model) * tokens.numel() / min(seconds)
+        return self.probed[key]
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def duration(seconds: float) -> str:
+    """For a reader: 45 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

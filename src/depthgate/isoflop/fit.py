@@ -1,0 +1,228 @@
+"""Parabolas in the logarithm of the parameters, their minima, and what they say of a variant beside dense.
+
+Intervals are of 95%, by a bootstrap of residuals: each curve is fitted again to itself plus residuals drawn from its
+own. Three sizes with one seed leave no residual, and so no interval. Imports no torch.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+DRAWS = 1000
+Interval = tuple[float, float] | None
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Parabola:
+    """loss = low + bend * (ln params - at)^2."""
+
+    at: float
+    low: float
+    bend: float
+
+    def __call__(self, params: float) -> float:
+        return self.low + self.bend * (math.log(params) - self.at) ** 2
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A variant at one budget."""
+
+    budget: float
+    variant: str
+    points: list[tuple[float, float]]  # parameters and loss of each cell, by parameters
+    costs: list[tuple[float, float]]  # parameters and forward FLOPs a token of each size
+    best: Parabola | None  # None where the curve has no minimum
+    draws: list[Parabola]  # of the bootstrap
+    bracketed: bool
+    why: str  # it is not
+
+    @property
+    def loss(self) -> float:
+        """The lowest of the fitted curve; without one, of the cells."""
+        return self.best.low if self.best else min(loss for _, loss in self.points)
+
+    @property
+    def params(self) -> float:
+        """Where it is."""
+        return math.exp(self.best.at) if self.best else min(self.points, key=lambda point: point[1])[0]
+
+    @property
+    def loss_interval(self) -> Interval:
+        return interval(draw.low for draw in self.draws)
+
+    @property
+    def params_interval(self) -> Interval:
+        return interval(math.exp(draw.at) for draw in self.draws)
+
+    def forward_flops(self, params: float) -> float:
+        """FLOPs a token of a forward pass at a size, along the ladder of the variant's sizes."""
+        return math.exp(_along([(math.log(p), math.log(f)) for p, f in self.costs], math.log(params)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A variant beside dense at one budget; refused where a minimum is not bracketed."""
+
+    budget: float
+    variant: str
+    refused: str
+    gain: float = math.nan  # share of dense's best loss that the variant's best is below it, at equal training FLOPs
+    gain_interval: Interval = None
+    # Share of a dense forward pass's FLOPs that the smallest model of the variant with dense's best loss saves.
+    forward_saving: float = math.nan
+    forward_interval: Interval = None
+    # Share of the training FLOPs that the variant saves on its way to dense's best loss.
+    training_saving: float = math.nan
+    training_interval: Interval = None
+    extrapolated: bool = False  # the training FLOPs at which that is reached lie outside the budgets of the study
+
+
+def parabola(points: Sequence[tuple[float, float]]) -> Parabola | None:
+    """The least-squares parabola through (parameters, loss); None where it has no minimum."""
+    xs = [math.log(params) for params, _ in points]
+    middle = sum(xs) / len(xs)
+    rows = [(1.0, x - middle, (x - middle) ** 2) for x in xs]
+    left = [[sum(r[i] * r[j] for r in rows) for j in range(3)] for i in range(3)]
+    right = [sum(r[i] * y for r, (_, y) in zip(rows, points, strict=True)) for i in range(3)]
+    solved = _solved(left, right)
+    if solved is None or solved[2] <= 0:
+        return None
+    a, b, c = solved
+    at = -b / (2 * c)
+    return Parabola(middle + at, a - c * at**2, c)
+
+
+def _solved(left: list[list[float]], right: list[float]) -> list[float] | None:
+    """Cramer's rule for three unknowns."""
+
+    def det(m: list[list[float]]) -> float:
+        (a, b, c), (d, e, f), (g, h, i) = m
+        return a * (e * i - f * h) - b * (d * i - f * g) + c * (d * h - e * g)
+
+    whole = det(left)
+    if abs(whole) < 1e-12:
+        return None
+    columns = [[[right[r] if c == k else left[r][c] for c in range(3)] for r in range(3)] for k in range(3)]
+    return [det(column) / whole for column in columns]
+
+
+def curve(rows: Sequence[Row], seed: int = 0) -> Curve:
+    """The curve of one variant at one budget, from the rows of its cells; the loss is the causal one."""
+    rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
+    points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
+    costs = sorted({(float(row["params"]), float(row["forward_flops_per_token"])) for row in rows})
+    best = parabola(points) if len(costs) >= 3 else None
+    why = _open(points, best)
+    draws = _bootstrap(points, best, random.Random(seed)) if best else []
+    return Curve(rows[0]["budget"], rows[0]["variant"], points, costs, best, draws, not why, why)
+
+
+def means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The mean loss of each size."""
+    sizes = sorted({params for params, _ in points})
+    losses = {size: [loss for params, loss in points if params == size] for size in sizes}
+    return [(size, sum(losses[size]) / len(losses[size])) for size in sizes]
+
+
+def _open(points: Sequence[tuple[float, float]], best: Parabola | None) -> str:
+    """Why a minimum is not bracketed on both sides; nothing where it is."""
+    sizes = means(points)
+    if len(sizes) < 3:
+        return f"{len(sizes)} sizes: a curve needs three"
+    lowest = min(range(len(sizes)), key=lambda i: sizes[i][1])
+    if lowest in (0, len(sizes) - 1):
+        return f"the {'smallest' if lowest == 0 else 'largest'} size has the lowest loss"
+    if best is None:
+        return "the fitted curve has no minimum"
+    if not sizes[0][0] < math.exp(best.at) < sizes[-1][0]:
+        return "the fitted minimum lies outside the sizes"
+    return ""
+
+
+def _bootstrap(points: Sequence[tuple[float, float]], best: Parabola, draw: random.Random) -> list[Parabola]:
+    if len(points) <= 3:
+        return []
+    scale = math.sqrt(len(points) / (len(points) - 3))
+    residuals = [scale * (loss - best(params)) for params, loss in points]
+    found = (parabola([(params, best(params) + draw.choice(residuals)) for params, _ in points]) for _ in range(DRAWS))
+    return [each for each in found if each is not None]
+
+
+def interval(values: Iterable[float]) -> Interval:
+    """The middle 95% of the values."""
+    found = sorted(value for value in values if math.isfinite(value))
+    if len(found) < 0.9 * DRAWS:  # too many draws have no such value to speak of an interval
+        return None
+    return found[int(0.025 * (len(found) - 1))], found[round(0.975 * (len(found) - 1))]
+
+
+def _along(line: Sequence[tuple[float, float]], x: float) -> float:
+    """y at x of a line through points; beyond its ends, the nearest piece goes on."""
+    pairs = list(pairwise(line))
+    (x0, y0), (x1, y1) = next((pair for pair in pairs if x <= pair[1][0]), pairs[-1])
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
+    """Every variant but dense, at every budget where both were run."""
+    found = {(curve.budget, curve.variant): curve for curve in curves}
+    return [
+        _verdict(found[curve.budget, "dense"], curve, [c for c in curves if c.variant == curve.variant and c.best])
+        for curve in curves
+        if curve.variant != "dense" and (curve.budget, "dense") in found
+    ]
+
+
+def _verdict(dense: Curve, mine: Curve, others: Sequence[Curve]) -> Verdict:
+    """`others`: the variant at all budgets."""
+    for each in (dense, mine):
+        if not each.bracketed or each.best is None:
+            return Verdict(mine.budget, mine.variant, f"{each.variant} is not bracketed: {each.why}")
+    assert dense.best is not None
+    assert mine.best is not None
+    pairs = list(zip(dense.draws, mine.draws, strict=False))
+    reached = _reached(dense.best.low, others, None)
+    first, last = others[0].budget * (1 - 1e-9), others[-1].budget * (1 + 1e-9)
+    outside = reached is not None and not first <= reached <= last
+    drawn = [_reached(dense.draws[i].low, others, i) for i in range(_fewest([dense, *others]))]
+    return Verdict(
+        mine.budget,
+        mine.variant,
+        "",
+        1 - mine.best.low / dense.best.low,
+        interval(1 - m.low / d.low for d, m in pairs),
+        _forward(dense, mine, dense.best, mine.best),
+        interval(_forward(dense, mine, d, m) for d, m in pairs),
+        math.nan if reached is None else 1 - reached / mine.budget,
+        interval(1 - flops / mine.budget for flops in drawn if flops is not None),
+        outside,
+    )
+
+
+def _fewest(curves: Sequence[Curve]) -> int:
+    return min(len(curve.draws) for curve in curves)
+
+
+def _forward(dense: Curve, mine: Curve, d: Parabola, m: Parabola) -> float:
+    """What the smallest model of the variant as good as dense's best saves of its forward FLOPs; not a number where
+    none is as good. Sizes below the smallest that was trained are not believed."""
+    if m.low > d.low:
+        return math.nan
+    at = max(m.at - math.sqrt((d.low - m.low) / m.bend), math.log(mine.costs[0][0]))
+    return 1 - mine.forward_flops(math.exp(at)) / dense.forward_flops(math.exp(d.at))
+
+
+def _reached(loss: float, others: Sequence[Curve], draw: int | None) -> float | None:
+    """Training FLOPs at which the variant's best loss is `loss`, along its best losses at all budgets."""
+    if len(others) < 2:
+        return None
+    lows = [(each.best if draw is None else each.draws[draw]) for each in others]
+    line = sorted((low.low, math.log(each.budget)) for low, each in zip(lows, others, strict=True) if low)
+    if any(a[0] == b[0] for a, b in pairwise(line)):
+        return None
+    return math.exp(_along(line, loss))

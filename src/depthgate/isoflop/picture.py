@@ -1,0 +1,36 @@
+"""A held-out text as a cell's model routed it."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from depthgate.isoflop.cell import RESULT
+from depthgate.loading import load
+from depthgate.train.routes import piece, routed, routed_layers
+from depthgate.train.run import CONFIG, cache
+from depthgate.train.shards import prepare
+from depthgate.view import page as pages
+from depthgate.view.page import Html
+from depthgate.view.tokens import routed_text
+
+
+def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:
+    """The beginning of a held-out document in the colours of a cell's routers; None where its folder is gone."""
+    for path in sorted(cells.glob(f"*/{RESULT}")):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if all(told.get(name) == row[name] for name in ("budget", "variant", "params", "seed", "lr")):
+            break
+    else:
+        return None
+    model = load(path.parent)
+    asked = json.loads((path.parent / CONFIG).read_text(encoding="utf-8"))
+    documents = prepare(asked["data"], model.tokenizer, cache(), asked["validation"]).validation
+    layers = routed_layers(model)
+    tokens, through = routed(model, piece(documents, model.config.context))
+    about = (
+        f"{row['variant']}, {row['layers']} x {row['dim']}, {row['budget']:g} FLOPs, seed {row['seed']}: the start of "
+        f"a held-out document. The deeper a token's colour and the thicker the line below it, the more of the routed "
+        f"layers ({', '.join(map(str, layers))}) computed it under the causal choice; hovering names them."
+    )
+    return pages.join([pages.paragraph(about), routed_text(tokens, through, layers)])

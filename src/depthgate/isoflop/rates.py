@@ -1,0 +1,47 @@
+"""Learning rates: a power of the width for each variant, fitted on a sweep. Imports no torch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# lr = scale * (width / 128) ** power, by kind of variant: see docs/log.md for the sweep that these were fitted on.
+FITTED: dict[str, tuple[float, float]] = {"dense": (3e-3, -0.5), "mod": (3e-3, -0.5)}
+TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rule, in a sweep
+
+
+@dataclass(frozen=True)
+class Rates:
+    """variant -> (scale, power)."""
+
+    fitted: Mapping[str, tuple[float, float]]
+
+    def of(self, variant: str, dim: int) -> float:
+        """The rate of a variant at a width; a variant that has no fit of its own takes that of its kind."""
+        kind = variant.partition(":")[0]
+        default = FITTED.get(kind, FITTED["mod" if kind in ("mode", "random") else "dense"])
+        scale, power = self.fitted.get(variant, default)
+        return float(f"{scale * (dim / 128) ** power:.3g}")
+
+
+def best_rate(losses: Mapping[float, float]) -> float:
+    """rate -> loss: where the parabola through the best rate and its neighbours, in the logarithm of the rate, is
+    lowest; the best rate itself where it is the first or last one tried."""
+    rates = sorted(losses)
+    best = min(rates, key=lambda rate: losses[rate])
+    place = rates.index(best)
+    if place in (0, len(rates) - 1):
+        return best
+    (x0, y0), (x1, y1), (x2, y2) = [(math.log(r), losses[r]) for r in rates[place - 1 : place + 2]]
+    left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
+    bend = (right - left) / (x2 - x0)
+    return best if bend <= 0 else math.exp((x0 + x1) / 2 - left / (2 * bend))
+
+
+def fit(best: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """(width, best rate) of each size -> scale and power by least squares of logarithms; of one width, its rate."""
+    x = [math.log(dim / 128) for dim, _ in best]
+    y = [math.log(rate) for _, rate in best]
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    spread = sum((a - mx) ** 2 for a in x)
+    power = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+    return math.exp(my - power * mx), power

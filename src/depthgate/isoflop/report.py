@@ -1,0 +1,256 @@
+"""What a study found: report.html, results.csv, pictures, and the same on the terminal."""
+
+import csv
+import json
+import math
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from depthgate.isoflop.config import IsoflopConfig
+from depthgate.isoflop.estimate import Speed, duration
+from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
+from depthgate.isoflop.grid import CELLS, Cell, described
+from depthgate.view import page as pages
+from depthgate.view.page import Html
+
+Row = Mapping[str, Any]
+_NOTE = (
+    "Losses are causal (each router decides from the token alone, as in generation), in nats a token of held-out text. "
+    "FLOPs are those of the matrix products, forward and backward, counted from the configuration, attention without "
+    "the saving of a causal mask. Intervals are of 95%, by a bootstrap of the residuals of each curve."
+)
+
+
+def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool) -> None:
+    """What would be run."""
+    seconds = [speed.seconds(cell) for cell in cells]
+    rows = [{**described(cell), "estimated_seconds": round(s, 1)} for cell, s in zip(cells, seconds, strict=True)]
+    if as_json:
+        print(json.dumps({"cells": rows, "flops": sum(c.flops for c in cells), "estimated_seconds": sum(seconds)}))
+        return
+    heads = ("budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens", "steps", "lr", "time")
+    lines = [
+        (
+            f"{row['budget']:g}",
+            row["variant"],
+            f"{row['layers']} x {row['dim']}",
+            f"{row['params']:,}",
+            f"{row['flops_per_token']:.3g}",
+            f"{row['tokens']:,}",
+            f"{row['steps']:,}",
+            f"{row['lr']:g}",
+            duration(row["estimated_seconds"]),
+        )
+        for row in rows
+    ]
+    _print_table(f"{len(cells)} cells, {sum(cell.flops for cell in cells):.3g} FLOPs", heads, lines)
+    print(f"about {duration(sum(seconds))} one after another; nothing was trained")
+
+
+def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: IsoflopConfig, as_json: bool) -> None:
+    """All files of the report, and what they say on the terminal."""
+    found = verdicts(curves)
+    with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
+        names = [name for name, value in rows[0].items() if not isinstance(value, list)] if rows else []
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+    page = _page(out, rows, curves, found, config)
+    (out / "report.html").write_text(page, encoding="utf-8")
+    pictures = _pictures(out, curves)
+    if as_json:
+        best = [_summary(curve) for curve in curves]
+        told = [{name: _plain(value) for name, value in asdict(v).items()} for v in found]
+        print(json.dumps({"cells": len(rows), "best": best, "verdicts": told, "report": str(out / "report.html")}))
+        return
+    if curves:
+        _print_table("The best of each variant", _BEST, [_best_line(curve) for curve in curves])
+    for verdict in found:
+        print(said(verdict))
+    for name in ("results.jsonl", "results.csv", *pictures, "report.html"):
+        print(out / name)
+
+
+def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
+    from depthgate.isoflop.plots import draw
+
+    names = ["curves.png", "curves.svg"]
+    try:
+        draw(curves, [out / name for name in names])
+    except ImportError:
+        print("no pictures for papers: pip install 'depthgate[plot]'", file=sys.stderr)
+        return []
+    return names
+
+
+def said(verdict: Verdict) -> str:
+    """A verdict in words."""
+    where = f"{verdict.variant} against dense at {verdict.budget:g} FLOPs"
+    if verdict.refused:
+        return f"{where}: no verdict, {verdict.refused}"
+    better = "lower" if verdict.gain >= 0 else "higher"
+    parts = [f"its best loss is {abs(verdict.gain):.2%} {better}{_between(verdict.gain_interval, '.2%')}"]
+    if math.isfinite(verdict.forward_saving):
+        saving = (
+            f"{verdict.forward_saving:.0%} of the FLOPs of a forward pass{_between(verdict.forward_interval, '.0%')}"
+        )
+        parts.append(f"dense's best loss with a saving of {saving}")
+    else:
+        parts.append("no size reaches dense's best loss")
+    if math.isfinite(verdict.training_saving):
+        how = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
+        share = f"{verdict.training_saving:.0%} of the training FLOPs{_between(verdict.training_interval, '.0%')}"
+        parts.append(f"to reach that loss it saves {share}{how}")
+    return f"{where}: {'; '.join(parts)}"
+
+
+def _between(found: Interval, form: str) -> str:
+    return "" if found is None else f" ({found[0]:{form}} to {found[1]:{form}})"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _summary(curve: Curve) -> dict[str, Any]:
+    return {
+        "budget": curve.budget,
+        "variant": curve.variant,
+        "loss": curve.loss,
+        "loss_interval": curve.loss_interval,
+        "params": curve.params,
+        "params_interval": curve.params_interval,
+        "forward_flops_per_token": _forward(curve),
+        "bracketed": curve.bracketed,
+        "why": curve.why,
+    }
+
+
+def _forward(curve: Curve) -> float:
+    return curve.forward_flops(curve.params) if len(curve.costs) > 1 else curve.costs[0][1]
+
+
+_BEST = ("budget", "variant", "best loss", "95%", "parameters", "95% ", "forward FLOPs a token", "bracketed")
+
+
+def _best_line(curve: Curve) -> list[str]:
+    def span(found: Interval, form: str) -> str:
+        return "-" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
+
+    return [
+        f"{curve.budget:g}",
+        curve.variant,
+        f"{curve.loss:.4f}",
+        span(curve.loss_interval, ".4f"),
+        f"{curve.params:.3g}",
+        span(curve.params_interval, ".3g"),
+        f"{_forward(curve):.3g}",
+        "both sides" if curve.bracketed else f"no: {curve.why}",
+    ]
+
+
+def _print_table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("variant", "bracketed") else "right", no_wrap=True)
+    for line in lines:
+        table.add_row(*line)
+    Console(width=max(140, Console().width)).print(table)
+
+
+def command(config: IsoflopConfig) -> str:
+    """The command line that gives this configuration."""
+    defaults = IsoflopConfig()
+    told = {f.name: getattr(config, f.name) for f in fields(config)}
+    given = [
+        f"--{n} {shlex.quote(str(v).lower() if isinstance(v, bool) else str(v))}"
+        for n, v in told.items()
+        if v != getattr(defaults, n)
+    ]
+    return " ".join(["depthgate isoflop", *given])
+
+
+def _page(
+    out: Path, rows: Sequence[Row], curves: Sequence[Curve], found: Sequence[Verdict], config: IsoflopConfig
+) -> Html:
+    sections: dict[str, object] = {
+        "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph("No verdict.")]),
+        "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
+        "The best of each variant": pages.table(_BEST, [_best_line(curve) for curve in curves], _NOTE),
+    }
+    if len({curve.budget for curve in curves}) > 1:
+        sections["The best loss against the budget"] = _trend(curves)
+    if picture := _routing(out, rows):
+        sections["What the best routed model computed"] = picture
+    sections["All cells"] = _cells(rows)
+    sections["How this was made"] = pages.paragraph("Command: ", pages.code(command(config)))
+    return pages.page("depthgate isoflop: models at equal training FLOPs", sections)
+
+
+def _chart(budget: float, curves: Sequence[Curve]) -> Html:
+    mine = [curve for curve in curves if curve.budget == budget]
+    lines, marks = {}, {}
+    for curve in mine:
+        low, high = curve.costs[0][0], curve.costs[-1][0]
+        steps = [low * (high / low) ** (i / 40) for i in range(41)] if curve.best else []
+        lines[curve.variant] = [(params / 1e6, curve.best(params)) for params in steps] if curve.best else []
+        marks[f"{curve.variant}, cells"] = [(params / 1e6, loss) for params, loss in curve.points]
+    about = "Lines: the fitted parabolas. Marks: one for each cell."
+    return pages.line_chart(
+        f"{budget:g} FLOPs", about, lines, "million parameters", "causal loss, nats a token", log_x=True, marks=marks
+    )
+
+
+def _trend(curves: Sequence[Curve]) -> Html:
+    names = dict.fromkeys(curve.variant for curve in curves)
+    lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name] for name in names}
+    about = "The lowest point of each fitted curve."
+    return pages.line_chart(
+        "Best loss", about, lines, "training TFLOPs", "causal loss, nats a token", log_x=True, marks=lines
+    )
+
+
+def _cells(rows: Sequence[Row]) -> Html:
+    heads = ["budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens", "lr", "seed"]
+    heads += ["causal loss", "top-k loss", "routed", "seconds"]
+    lines = [
+        [
+            f"{row['budget']:g}",
+            row["variant"],
+            f"{row['layers']} x {row['dim']}",
+            f"{row['params']:,}",
+            f"{row['flops_per_token']:.4g}",
+            f"{row['tokens']:,}",
+            f"{row['lr']:g}",
+            row["seed"],
+            f"{row['loss_causal']:.4f}",
+            f"{row['loss']:.4f}",
+            f"{sum(row['routed_share']) / len(row['routed_share']):.1%}" if row["routed_share"] else "all",
+            f"{row['seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    about = (
+        "Seconds are those of the training steps, on whatever ran them. Routed: the mean share of the routed layers."
+    )
+    return pages.table(heads, lines, about)
+
+
+def _routing(out: Path, rows: Sequence[Row]) -> Html | None:
+    """A held-out text in the colours of the best cell that routes, at the largest budget that has one."""
+    from depthgate.isoflop.picture import routed_piece
+
+    routed = [row for row in rows if row["routed_share"]]
+    if not routed:
+        return None
+    best = min(routed, key=lambda row: (-row["budget"], row["loss_causal"]))
+    return routed_piece(out / CELLS, best)

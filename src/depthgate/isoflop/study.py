@@ -1,0 +1,285 @@
+"""`depthgate isoflop`: plan the grid, run the cells that are missing, fit, report."""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from depthgate.errors import DepthgateError
+from depthgate.isoflop import fit, rates
+from depthgate.isoflop.cell import beside, finished
+from depthgate.isoflop.config import IsoflopConfig
+from depthgate.isoflop.estimate import Speed, duration
+from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits
+from depthgate.isoflop.launch import launch, parallel
+from depthgate.isoflop.rates import Rates
+from depthgate.isoflop.report import print_grid, write
+from depthgate.train import checkpoint, text
+from depthgate.train.loop import resolve_device
+from depthgate.train.run import cache, check_same, write_json
+from depthgate.train.shards import tokenize
+from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
+
+GRID, RATES, RESULTS, TOKENIZER = "grid.json", "rates.json", "results.jsonl", "tokenizer"
+SWEEP = "sweep"
+# What a study that goes on may have more of; and what says where and how fast, not what.
+_GROWS = ("budgets", "sizes", "variants", "seeds", "seeds_at_minimum", "more_sizes")
+_FREE = ("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run")
+_ATTEMPTS = 2
+
+
+def run(config: IsoflopConfig, as_json: bool) -> int:
+    """The whole study, or what is left of it; the exit code."""
+    study = Study(config)
+    if config.dry_run:
+        cells = study.grid.cells()
+        print_grid(cells, Speed([], study.device), as_json)
+        return 0
+    with study.opened():
+        study.run()
+        if study.rows:
+            write(Path(config.out), study.rows, study.curves, config, as_json)
+    if study.failed:
+        names = "\n  ".join(f"{beside(cell, 'error')}: {_short(error)}" for cell, error in study.failed.items())
+        raise DepthgateError(
+            f"{len(study.failed)} of {len(study.cells)} cells failed; the same command tries them again:\n  {names}"
+        )
+    return 0
+
+
+class Study:
+    """A study in its folder. Making one checks all there is to check, and writes nothing."""
+
+    def __init__(self, config: IsoflopConfig) -> None:
+        self.config, self.out = config, Path(config.out)
+        self.device = resolve_device(config.device)
+        self.told = {name: value for name, value in asdict(config).items() if name not in _FREE}
+        self.told["data_hash"] = text.fingerprint(config.data)
+        self._check_mine()
+        tokenizer, vocab = self._tokenizer()
+        self.grid = Grid(config, tokenizer, vocab, self.device, self._rates())
+        self.cells = self.grid.cells()
+        check_fits(self.cells, self.device)
+        self.rows = [row for cell in self.cells if (row := finished(cell))]
+        self.failed: dict[Cell, Exception] = {}
+        self._check_results()
+
+    @property
+    def key(self) -> str:
+        """Of all that studies must share for their losses to be compared."""
+        same = {name: value for name, value in self.told.items() if name not in _GROWS}
+        return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _check_mine(self) -> None:
+        """The folder must be new, or that of this study."""
+        if not self.out.exists():
+            return
+        path = self.out / GRID
+        if not self.out.is_dir() or (not path.exists() and any(self.out.iterdir())):
+            raise DepthgateError(f"out is {self.out}, which holds other files than a study's: choose another folder")
+        if not path.exists():
+            return
+        try:
+            recorded = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            raise DepthgateError(f"{path} is damaged: choose another --out") from None
+        grows = _GROWS if self.config.extend else ()
+        new, old = ({n: value for n, value in told.items() if n not in grows} for told in (self.told, recorded))
+        try:
+            check_same(new, old, self.out)
+        except DepthgateError as error:
+            lines = str(error).splitlines()[1:]
+            only = not self.config.extend and all(line.split(":")[0].strip() in _GROWS for line in lines)
+            more = ", or add to it with --extend true" if only else ""
+            raise DepthgateError(
+                f"{self.out} is another study: choose another --out{more}\n" + "\n".join(lines)
+            ) from None
+
+    def _check_results(self) -> None:
+        """Refuse results of another study: they would be written over."""
+        path = self.out / RESULTS
+        if not path.exists():
+            return
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                key = json.loads(line).get("study")
+            except (ValueError, AttributeError):
+                key = None
+            if key != self.key:
+                raise DepthgateError(f"{path} is of another study: choose another --out")
+
+    def _tokenizer(self) -> tuple[str, int]:
+        """Its name for a cell's training, and its size: what was asked for, where it has yet to be trained."""
+        name = self.config.tokenizer
+        if name == "bytes":
+            return name, ByteTokenizer().vocab
+        if name != "bpe":
+            return str(Path(name).absolute()), HFTokenizer.from_folder(name).vocab
+        folder = self.out.absolute() / TOKENIZER
+        if (folder / "tokenizer.json").exists():
+            return str(folder), load_tokenizer(folder).vocab
+        assert self.config.vocab is not None
+        return str(folder), self.config.vocab
+
+    def _rates(self) -> Rates:
+        path = self.out / RATES
+        if not (self.config.lr_sweep and path.exists()):
+            return Rates({})
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return Rates({name: (float(scale), float(power)) for name, (scale, power) in found.items()})
+        except (ValueError, TypeError, AttributeError):
+            raise DepthgateError(f"{path} is damaged: delete it to have the rates found again") from None
+
+    def opened(self) -> Any:
+        """The folder, held by this process alone."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_json(self.out / GRID, self.told)
+            return checkpoint.lock(self.out / ".isoflop.lock")
+        except OSError as error:
+            raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
+
+    def run(self) -> None:
+        """Everything that is missing."""
+        self._prepare()
+        if self.config.lr_sweep and not (self.out / RATES).exists():
+            self._sweep()
+        self._run(self.cells)
+        while more := self._more():
+            self.cells += more
+            self._run(more)
+
+    def _prepare(self) -> None:
+        """Tokenize once, before several processes would."""
+        config = self.config
+        tokenizer: TextTokenizer
+        if config.tokenizer == "bpe":
+            folder = self.out.absolute() / TOKENIZER
+            if not (folder / "tokenizer.json").exists():
+                assert config.vocab is not None
+                BPETokenizer.train(text.documents(config.data), config.vocab).save(folder)
+                self.grid = Grid(config, *self._tokenizer(), self.device, self.grid.rates)
+                self.cells = self.grid.cells()
+            tokenizer = load_tokenizer(folder)
+        else:
+            tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else HFTokenizer.from_folder(config.tokenizer)
+        for data in filter(None, (config.data, config.validation)):
+            tokenize(data, tokenizer, cache())
+
+    def _sweep(self) -> None:
+        """Learning rates for the smallest budget's smallest and largest size of each variant, fitted for all widths."""
+        budget, found = self.config.budget_list[0], dict[str, tuple[float, float]]()
+        for name in self.grid.ladders:
+            shapes = [c.training.model for c in self.cells if (c.budget, c.variant, c.seed) == (budget, name, 0)]
+            best = []
+            for shape in (shapes[0], shapes[-1]):
+                lrs = [float(f"{times * self.grid.rates.of(name, shape.dim):.3g}") for times in rates.TRIED]
+                cells = [self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs]
+                losses = {row["lr"]: row["loss_causal"] for row in self._run(cells)}
+                if not losses:
+                    raise DepthgateError(f"no learning rate of {name} came to an end: see {self.out / SWEEP}")
+                best.append((shape.dim, rates.best_rate(losses)))
+            found[name] = rates.fit(best)
+        write_json(self.out / RATES, found)
+        self.grid.rates = self._rates()
+        self.cells = self.grid.cells()
+
+    def _run(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """Run those of the cells that are not finished; those that fail once more. All rows there are."""
+        rows = {cell.name: row for cell in cells if (row := finished(cell))}
+        for _ in range(_ATTEMPTS):
+            missing = [cell for cell in cells if cell.name not in rows]
+            progress = _Progress(missing, len(cells), Speed(list(rows.values()), self.device))
+            at_once = parallel(self.config, self.device)
+            with closing(launch(missing, self.config, at_once, progress.begins)) as outcomes:  # type: ignore[type-var]
+                for cell, outcome in outcomes:
+                    progress.ends(cell, outcome)
+                    if isinstance(outcome, Exception):
+                        self.failed[cell] = outcome
+                        continue
+                    self.failed.pop(cell, None)
+                    rows[cell.name] = outcome
+                    if cell.part == CELLS:
+                        self._save(rows)
+        if cells and cells[0].part == CELLS:
+            self._save(rows)
+        return list(rows.values())
+
+    def _save(self, rows: dict[str, dict[str, Any]]) -> None:
+        """results.jsonl: a row for each finished cell, in the order of the grid."""
+        known = {(row["budget"], row["variant"], row["params"], row["seed"], row["lr"]): row for row in self.rows}
+        known |= {(r["budget"], r["variant"], r["params"], r["seed"], r["lr"]): r for r in rows.values()}
+        self.rows = sorted(known.values(), key=lambda r: (r["budget"], r["variant"], r["params"], r["seed"]))
+        lines = "".join(json.dumps({**row, "study": self.key}) + "\n" for row in self.rows)
+        temporary = self.out / f".{RESULTS}.tmp"
+        temporary.write_text(lines, encoding="utf-8")
+        temporary.replace(self.out / RESULTS)
+
+    @property
+    def curves(self) -> list[fit.Curve]:
+        """By budget, dense first."""
+        found = []
+        for budget in sorted({row["budget"] for row in self.rows}):
+            for name in sorted({row["variant"] for row in self.rows}, key=lambda name: (name != "dense", name)):
+                if rows := [r for r in self.rows if (r["budget"], r["variant"]) == (budget, name)]:
+                    found.append(fit.curve(rows))
+        return found
+
+    def _more(self) -> list[Cell]:
+        """Cells that what is known now asks for: sizes beyond an open end, then more seeds around each minimum."""
+        config, more = self.config, list[Cell]()
+        known = {cell.name for cell in self.cells}
+        for curve in self.curves:
+            mine = [c for c in self.cells if (c.budget, c.variant) == (curve.budget, curve.variant)]
+            shapes = sorted({c.params: c.training.model for c in mine}.items())
+            losses = fit.means(curve.points)
+            lowest = min(range(len(losses)), key=lambda i: losses[i][1])
+            if len(losses) < len(shapes):
+                continue  # some failed
+            if lowest in (0, len(shapes) - 1) and len(shapes) < config.sizes + config.more_sizes:
+                end = self.grid.ladders[curve.variant].next(shapes[lowest][1], up=lowest > 0)
+                if end is not None:
+                    more += [self.grid.cell(curve.budget, curve.variant, end, seed) for seed in range(config.seeds)]
+                continue
+            for _, shape in shapes[max(0, lowest - 1) : lowest + 2]:
+                for seed in range(config.seeds, config.seeds_at_minimum or config.seeds):
+                    more.append(self.grid.cell(curve.budget, curve.variant, shape, seed))
+        return [cell for cell in more if cell.name not in known]
+
+
+def _short(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class _Progress:
+    """One line for every cell that begins or ends, with the time that is left, on stderr."""
+
+    def __init__(self, missing: Sequence[Cell], total: int, speed: Speed) -> None:
+        self.left = {cell.name: cell for cell in missing}
+        self.done, self.total, self.speed = total - len(missing), total, speed
+        self.start, self.flops = time.monotonic(), 0.0
+        if self.done and missing:
+            self._say(f"{self.done} of {total} cells are finished")
+
+    def begins(self, cell: Cell) -> None:
+        left = sum(self.speed.seconds(c) for c in self.left.values())
+        steps = f"{cell.training.steps:,} steps, {cell.params:,} weights"
+        self._say(f"cell {self.done + 1} of {self.total}: {cell.name} ({steps}); about {duration(left)} left")
+
+    def ends(self, cell: Cell, outcome: dict[str, Any] | Exception) -> None:
+        self.left.pop(cell.name, None)
+        self.done += 1
+        if isinstance(outcome, Exception):
+            self._say(f"{cell.name} failed: {_short(outcome)}")
+            return
+        self.speed.learn(outcome)
+        self._say(f"{cell.name}: causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s")
+
+    def _say(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,203 @@
+"""Ctrl-C, or an iterator closed early: the text so far is kept, and nothing of it that was held back is lost."""
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import depthgate as dg
+from depthgate.cli import main
+from depthgate.generation.beams import search
+from depthgate.generation.config import Sampling
+from depthgate.generation.engine import Forward, decode
+from depthgate.generation.requests import requests
+from depthgate.train.tokenizer import ByteTokenizer
+from tests.generation.test_engine import built, said
+from tests.train.tiny import TEXT, train
+
+CONTEXT = 2048  # seconds of decoding, so that a signal meets it under way
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("interrupts")
+    options = ["--model.pattern=dense,mod", f"--model.context={CONTEXT}", "--batch=1", "--lr=0.02"]
+    (folder / "text.txt").write_text(f"{TEXT}\n" * 200)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder / "home"))
+        assert train(folder / "run", folder / "text.txt", 40, *options) == 0
+    return str(folder / "run")
+
+
+def command(model, *words):
+    return ["generate", "--model", model, "--max-new-tokens", str(CONTEXT), "--device=cpu", *words]
+
+
+def results(capsys, words):
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["results"]
+
+
+def interrupted(words, until, wait=0.2):
+    """What `depthgate` prints if SIGINT comes a moment after its output has matched `until`."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "depthgate", *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out = b""
+    while not re.search(until, out, re.DOTALL) and (new := os.read(child.stdout.fileno(), 1)):
+        out += new
+    time.sleep(wait)
+    child.send_signal(signal.SIGINT)
+    rest, err = child.communicate()
+    assert child.returncode == 130, err
+    assert err == b""
+    return (out + rest).decode()
+
+
+def interrupt_at(monkeypatch, call):
+    """A real SIGINT to this process, in the middle of a pass of the model."""
+    real, calls = dg.Decoder.hidden, []
+
+    def hidden(self, *args, **kwargs):
+        calls.append(0)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(dg.Decoder, "hidden", hidden)
+
+
+@pytest.mark.parametrize("how", ["closed", "interrupted"])
+def test_text_that_was_held_back_is_part_of_the_result(how, monkeypatch):
+    """A model that says any bytes, with stop strings that begin as its text does: every token counts, half characters
+    become U+FFFD as at an end."""
+    model, tokenizer = built(vocab=256), ByteTokenizer()  # 256, the end, is never said
+    model.tokenizer = tokenizer
+    whole = dg.generate(model, ["ab", "c"], max_new_tokens=12, seed=3)
+    stop = [result.text[2:] + "!" for result in whole]
+    halves = 0
+    for steps in range(1, 12):
+        todo = requests(model, ["ab", "c"], tokenizer)
+        options = {"max_new_tokens": 12, "seeds": [3, 3], "stop": stop, "tokenizer": tokenizer}
+        events = decode(Forward(model, 2, True, 512), todo, Sampling(), **options)
+        if how == "closed":
+            shown = [next(events) for _ in range(2 * steps)]
+            events.close()
+        else:
+            shown = []
+            with monkeypatch.context() as patch:
+                interrupt_at(patch, steps + 1)
+                with pytest.raises(KeyboardInterrupt):
+                    shown.extend(events)
+        for i, result in enumerate(todo):
+            mine = "".join(event.text for event in shown if event.request == i)
+            assert result.tokens == whole[i].tokens[:steps]
+            assert result.finish is None
+            assert result.text == tokenizer.decode(result.tokens)
+            assert result.text.startswith(mine)
+            assert steps < 4 or len(mine) < len(result.text)  # the test is about text that was held back
+            halves += result.text[-1] == "\ufffd" and not whole[i].text.startswith(result.text)
+    assert halves  # and about half characters
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_an_interrupted_search_gives_the_best_so_far(cache, monkeypatch):
+    """It is what a search of as many tokens gives; the prompt before it is done, the one after it was not begun."""
+    model, tokenizer = built(vocab=257), ByteTokenizer()
+    model.tokenizer = tokenizer
+    first = dg.generate(model, "ab", max_new_tokens=9, beams=3)[0]
+    for steps in range(9):
+        todo = requests(model, ["ab", "cde", "f"], tokenizer)
+        forward = Forward(model, 3, cache, 512)
+        with monkeypatch.context() as patch:
+            interrupt_at(patch, len(first.tokens) + steps + 1)
+            with pytest.raises(KeyboardInterrupt):
+                list(search(forward, todo, 3, 9, [], tokenizer))
+        assert said(todo[:1]) == said([first])
+        assert todo[1].finish is None
+        assert todo[2].tokens == []
+        if steps:
+            best = dg.generate(model, "cde", max_new_tokens=steps, beams=3)[0]
+            assert said(todo[1:2]) == [(best.tokens, None, best.depths, best.routed)]
+            assert todo[1].text == best.text
+        else:
+            assert (todo[1].tokens, todo[1].text) == ([], "")
+
+
+def test_keys_and_values_of_a_search_are_counted(model, capsys):
+    """Dense layers, worked by hand: a row of 8 places, and one more, for each beam; the largest prompt counts."""
+    dense = built("dense", vocab=257)
+    forward = Forward(dense, 2, True, 512)
+    todo = requests(dense, [[1, 2, 3], [4] * 9, [5]], None)
+    list(search(forward, todo, 3, 4, [], None))
+    numbers = 4 * 2 * 2 * 8  # layers, keys and values, heads, their size
+    assert forward.kv_bytes == 3 * (16 + 1) * numbers * 8
+    words = ["generate", "--model", model, "--prompt", "the", "--max-new-tokens=5", "--json"]
+    bytes_of = {}
+    for more in (["--temperature=0"], ["--beams=3"], ["--beams=3", "--no-cache"]):
+        assert main([*words, *more]) == 0
+        bytes_of[more[-1]] = json.loads(capsys.readouterr().out)["kv_bytes"]
+    assert bytes_of["--temperature=0"] < bytes_of["--beams=3"] <= 3 * bytes_of["--temperature=0"]
+    assert bytes_of["--no-cache"] == 0
+
+
+def test_ctrl_c_shows_text_that_may_begin_a_stop_string(model, capsys):
+    words = command(model, "--prompt", "the", "--top-k=8")
+    whole = results(capsys, words)[0]["text"]
+    assert len(whole) > CONTEXT // 2
+    out = interrupted([*words, "--stop", whole[20:] + "!"], re.escape(whole[:20]).encode())
+    assert whole.startswith(out[:-1])
+    assert out[-1] == "\n"
+    assert 20 < len(out) - 1 < len(whole)  # more than was shown before the signal
+
+
+def test_several_prompts_stream_in_their_order_and_ctrl_c_shows_what_there_is_of_each(model, capsys):
+    words = command(model, "--prompt", "the", "--prompt", "a lazy", "--top-k=8")
+    out = interrupted(words, b"--- 'the'\n.{20}")
+    first, second = out.removeprefix("--- 'the'\n").removesuffix("\n").split("\n--- 'a lazy'\n")
+    assert 20 <= len(first) < CONTEXT - 3
+    assert 0 <= len(first) - len(second) <= 1  # they are decoded together
+    whole = [result["text"] for result in results(capsys, [*words, "--max-new-tokens", str(len(first))])]
+    assert first == whole[0]
+    assert second == whole[1][: len(second)]
+    assert first != second
+
+
+def test_ctrl_c_shows_the_best_beam_so_far(model, capsys):
+    long = "dog " * ((CONTEXT - 8) // 4)  # which leaves room for 8 tokens
+    words = command(model, "--prompt", long, "--prompt", "a lazy", "--beams=2")
+    out = interrupted(words, b"\n--- 'a lazy'\n", wait=0.5)
+    first, second = out.removesuffix("\n").split("\n--- 'a lazy'\n")
+    words = ["generate", "--model", model, "--device=cpu", "--beams=2", "--prompt"]
+    assert first == f"--- {long!r}\n" + results(capsys, [*words, long])[0]["text"]
+    assert 1 < len(second) < CONTEXT - 6
+    assert second == results(capsys, [*words, "a lazy", "--max-new-tokens", str(len(second))])[0]["text"]
+
+
+def test_json_has_what_there_was(model, capsys, monkeypatch):
+    words = ["generate", "--model", model, "--prompt", "the", "--temperature=0", "--max-new-tokens=9", "--device=cpu"]
+    whole = results(capsys, words)[0]
+    interrupt_at(monkeypatch, 5)
+    assert main([*words, "--stop", whole["text"] + "!", "--json"]) == 130
+    found = json.loads(capsys.readouterr().out)["results"][0]
+    assert (found["tokens"], found["finish"]) == (whole["tokens"][:4], None)
+    assert found["text"] == ByteTokenizer().decode(found["tokens"]) != ""
+
+
+def test_a_conversation_goes_on_after_text_that_was_held_back(model, capsys, monkeypatch):
+    """Ctrl-C ends what the model says; all of it is shown, and the next line goes on from it."""
+    words = ["generate", "--model", model, "--max-new-tokens=9", "--temperature=0", "--device=cpu"]
+    first = results(capsys, [*words, "--prompt", "fox\n"])[0]["text"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("fox\ndog\n"))
+    interrupt_at(monkeypatch, 5)
+    assert main([*words, "--stop", first[:9] + "!"]) == 0
+    out = capsys.readouterr().out
+    second = results(capsys, [*words, "--prompt", f"fox\n{first[:4]}dog\n"])[0]["text"]
+    assert out == f"{first[:4]}\n{second}\n"

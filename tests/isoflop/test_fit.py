@@ -1,0 +1,130 @@
+"""Curves and verdicts against parabolas that are known, and tables worked by hand."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthgate.isoflop import fit, rates
+
+
+def rows(variant, budget, losses, seeds=1, cost=1.0):
+    """params -> loss; a forward pass costs 2 FLOPs a parameter, times `cost`."""
+    return [
+        {
+            "budget": budget,
+            "variant": variant,
+            "params": params,
+            "seed": seed,
+            "loss_causal": loss,
+            "forward_flops_per_token": 2 * params * cost,
+        }
+        for params, loss in losses.items()
+        for seed in range(seeds)
+    ]
+
+
+def bowl(at, low, bend, sizes=(1e6, 2e6, 4e6, 8e6, 16e6)):
+    return {size: low + bend * math.log(size / at) ** 2 for size in sizes}
+
+
+@given(st.floats(1e4, 1e9), st.floats(0.5, 5), st.floats(1e-3, 1), st.integers(3, 7))
+def test_a_parabola_is_found_again(at, low, bend, sizes):
+    points = list(bowl(at, low, bend, [at * 2.0 ** (i - 1) for i in range(sizes)]).items())
+    found = fit.parabola(points)
+    assert found is not None
+    assert math.exp(found.at) == pytest.approx(at, rel=1e-4)
+    assert found.low == pytest.approx(low, rel=1e-6)
+    assert found.bend == pytest.approx(bend, rel=1e-4)
+
+
+def test_a_curve_without_a_minimum_has_none():
+    assert fit.parabola([(1e6, 1.0), (2e6, 1.2), (4e6, 1.0)]) is None
+    assert fit.parabola([(1e6, 1.0), (2e6, 1.0), (4e6, 1.0)]) is None
+
+
+@pytest.mark.parametrize(
+    ("losses", "why"),
+    [
+        ({1e6: 1.2, 2e6: 1.0, 4e6: 1.1}, ""),
+        ({1e6: 1.0, 2e6: 1.1, 4e6: 1.3}, "the smallest size has the lowest loss"),
+        ({1e6: 1.3, 2e6: 1.1, 4e6: 1.0}, "the largest size has the lowest loss"),
+        ({1e6: 1.0, 2e6: 1.1}, "2 sizes: a curve needs three"),
+        ({1e6: 1.0, 2e6: 0.99, 4e6: 1.4, 8e6: 1.3, 16e6: 1.0}, "the fitted curve has no minimum"),
+    ],
+)
+def test_a_minimum_is_bracketed_on_both_sides_or_it_is_said_why_not(losses, why):
+    found = fit.curve(rows("dense", 1e15, losses))
+    assert found.why == why
+    assert found.bracketed == (why == "")
+
+
+def test_a_verdict_by_hand():
+    # Dense: best loss 2 at 4M. The variant: best loss 1.98, 1% lower, at 8M of half the FLOPs a parameter.
+    dense = fit.curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
+    mod = fit.curve(rows("mod", 1e15, bowl(8e6, 1.98, 0.02, (2e6, 4e6, 8e6, 16e6, 32e6)), cost=0.5))
+    (found,) = fit.verdicts([dense, mod])
+    assert found.refused == ""
+    assert found.gain == pytest.approx(0.01)
+    # It is as good as dense where 0.02 x^2 = 0.02, a factor e below 8M: 2 * 8M / e * 0.5 FLOPs against 2 * 4M.
+    assert found.forward_saving == pytest.approx(1 - 1 / math.e, rel=1e-3)
+    assert math.isnan(found.training_saving)  # one budget says nothing of it
+
+
+def test_training_flops_saved_by_hand():
+    # The variant is at every budget where dense is at twice the budget: loss falls by 0.1 with each doubling.
+    curves = []
+    for step, budget in enumerate((1e15, 2e15, 4e15)):
+        curves.append(fit.curve(rows("dense", budget, bowl(4e6, 2.0 - 0.1 * step, 0.02))))
+        curves.append(fit.curve(rows("mod", budget, bowl(4e6, 1.9 - 0.1 * step, 0.02))))
+    first, second, third = fit.verdicts(curves)
+    assert first.training_saving == pytest.approx(0.5)
+    assert first.extrapolated
+    assert second.training_saving == pytest.approx(0.5)
+    assert not second.extrapolated
+    assert third.training_saving == pytest.approx(0.5)
+
+
+def test_a_worse_variant_saves_nothing_and_an_open_one_gets_no_verdict():
+    dense = fit.curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
+    worse = fit.curve(rows("mod", 1e15, bowl(4e6, 2.1, 0.02)))
+    (found,) = fit.verdicts([dense, worse])
+    assert found.gain == pytest.approx(-0.05)
+    assert math.isnan(found.forward_saving)
+    opened = fit.curve(rows("mod", 1e15, bowl(64e6, 1.5, 0.02)))
+    (found,) = fit.verdicts([dense, opened])
+    assert found.refused == "mod is not bracketed: the largest size has the lowest loss"
+    assert math.isnan(found.gain)
+    assert fit.verdicts([worse]) == []  # there is no dense to compare with
+
+
+def test_intervals_hold_the_truth_and_shrink_with_seeds():
+    import random
+
+    def noisy(seed, seeds):
+        draw = random.Random(seed)
+        made = rows("dense", 1e15, bowl(4e6, 2.0, 0.02), seeds)
+        for row in made:
+            row["loss_causal"] += draw.gauss(0, 0.003)
+        return fit.curve(made)
+
+    held = widths = 0
+    for seed in range(40):
+        low, high = noisy(seed, 3).loss_interval
+        held += low <= 2.0 <= high
+        widths += high - low
+    assert held >= 34  # 95% of 40 is 38
+    assert widths < sum(b - a for a, b in (noisy(seed, 1).loss_interval for seed in range(40)))
+    assert fit.curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02, (2e6, 4e6, 8e6)))).loss_interval is None
+
+
+def test_rates_by_hand():
+    assert rates.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 2.0}) == pytest.approx(2e-3)
+    assert rates.best_rate({1e-3: 1.0, 2e-3: 2.0, 4e-3: 3.0}) == 1e-3
+    assert 2e-3 < rates.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}) < 4e-3
+    scale, power = rates.fit([(64, 4e-3), (256, 1e-3)])
+    assert (scale, power) == (pytest.approx(2e-3), pytest.approx(-1.0))
+    found = rates.Rates({"mod": (2e-3, -1.0)})
+    assert found.of("mod", 256) == pytest.approx(1e-3)
+    assert found.of("mod:capacity=0.5", 256) == rates.Rates({}).of("mod", 256)  # not fitted: that of its kind

@@ -1,0 +1,124 @@
+"""The grid: equal FLOPs, shapes that differ, and refusals before anything runs."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.isoflop.config import IsoflopConfig
+from depthgate.isoflop.grid import Grid, Ladder, check_fits, total_flops
+from depthgate.isoflop.rates import Rates
+from depthgate.isoflop.variants import VARIANTS, parsed, widths
+from depthgate.model import Decoder
+from depthgate.routing import predictor_bce
+
+EVERY = ",".join([*VARIANTS, "mod:capacity=0.5", "mod:pattern=dense+dense+mod:rule=threshold", "mod:capacity_steps=10"])
+
+
+def grid(**options):
+    return Grid(IsoflopConfig(**options), "bytes", 257, "cpu", Rates({}))
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.floats(1e12, 1e19), st.integers(3, 6), st.floats(1.3, 2.5))
+def test_every_cell_costs_its_budget(budget, sizes, spread):
+    cells = grid(budgets=budget, sizes=sizes, spread=spread, variants=EVERY, context=64).cells()
+    assert len({cell.name for cell in cells}) == len(cells) == sizes * len(EVERY.split(","))
+    for cell in cells:
+        assert abs(cell.flops / budget - 1) <= 0.03
+        assert cell.flops == pytest.approx(total_flops(cell.training, cell.training.steps))
+        assert "/" not in cell.name
+
+
+def test_flops_of_a_cell_are_those_that_are_counted():
+    for cell in grid(budgets=1e10, sizes=3, variants="dense,mod,moe,mode,random", context=32).cells():
+        torch.manual_seed(0)
+        model = Decoder(cell.training.model)
+        tokens = torch.randint(257, (1, 32))
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            out = model(tokens)
+            total = out.logits.sum()
+            for plan in out.plans:
+                if cell.training.model.pattern != "dense,random" and hasattr(plan, "decision"):
+                    total = total + predictor_bce(plan)
+            total.backward()
+        assert counter.get_total_flops() / 32 == pytest.approx(cell.flops / cell.tokens)
+
+
+def test_a_falling_capacity_is_paid_for():
+    (plain, *_), (falling, *_) = (
+        grid(budgets=1e11, sizes=3, context=64, variants=name).cells() for name in ("mod", "mod:capacity_steps=50")
+    )
+    assert falling.training.steps < plain.training.steps
+    assert falling.flops == pytest.approx(plain.flops, rel=0.03)
+
+
+def test_a_routed_variant_is_deeper_for_about_the_same_cost():
+    dense, mod = (Ladder(parsed(name), 257, 256) for name in ("dense", "mod"))
+    for dim in (96, 192, 384):
+        a, b = (next((s, c) for s, c in zip(x.shapes, x.costs, strict=True) if s.dim == dim) for x in (dense, mod))
+        assert b[0].layers > a[0].layers
+        assert 0.7 < b[1] / a[1] < 1.4
+    for ladder in (dense, mod):
+        assert ladder.costs == sorted(set(ladder.costs))
+
+
+def test_heads_of_the_ladder_are_such_as_kernels_take():
+    for dim in widths()[:40]:
+        shape = parsed("dense").shape(dim, 257, 256)
+        assert (shape.dim // shape.heads) % 8 == 0
+        assert shape.dim // shape.heads <= 64
+
+
+def test_neighbours_of_a_size():
+    ladder = Ladder(parsed("dense"), 257, 256)
+    found = ladder.around(1e6, 3, 2.0)
+    assert ladder.next(found[0], up=True) is not None
+    assert ladder.next(ladder.shapes[0], up=False) is None
+    assert ladder.shapes.index(ladder.next(found[1], up=False)) == ladder.shapes.index(found[1]) - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"budgets": "0"}, "budgets is 0"),
+        ({"budgets": "1e12,x"}, "give FLOPs"),
+        ({"budgets": "1e12,1e12"}, "stands twice"),
+        ({"budgets": "nan"}, "budgets is nan"),
+        ({"sizes": 2}, "sizes is 2"),
+        ({"variants": "dense,mdo"}, "did you mean 'moe'"),
+        ({"variants": "dense,dense"}, "stands twice"),
+        ({"variants": "mod:capacity=2"}, "capacity is 2"),
+        ({"variants": "mod:dim=64"}, "no option that a variant can set"),
+        ({"variants": "mod:capacity=much"}, "capacity is 'much'"),
+        ({"variants": "mod:pattern=dense+soft_moe"}, "Soft MoE"),
+        ({"seeds": 0}, "seeds is 0"),
+        ({"launcher": "cloud"}, "launcher"),
+        ({"spread": 1.0}, "spread is 1.0"),
+        ({"lr": 1e-3, "lr_sweep": True}, "give one of them"),
+        ({"tokenizer": "bpe"}, "without a size"),
+    ],
+)
+def test_bad_options_are_named(options, says):
+    with pytest.raises(InvalidValueError, match=says):
+        IsoflopConfig(**options)
+
+
+def test_budgets_too_small_for_a_step_and_sizes_too_large_for_memory():
+    with pytest.raises(InvalidValueError, match=r"budgets has 1e\+06: a step .* raise the budget"):
+        grid(budgets=1e6, sizes=3).cells()
+    with pytest.raises(DepthgateError, match=r"needs about .* GiB"):
+        check_fits(grid(budgets=1e24, sizes=3).cells(), "cpu")
+    with pytest.raises(DepthgateError, match="no model of"):
+        grid(budgets=1e30, sizes=3).cells()
+
+
+def test_the_first_seed_of_all_cells_comes_first():
+    seeds = [cell.seed for cell in grid(sizes=3, seeds=2).cells()]
+    assert seeds == sorted(seeds)
+    assert math.isclose(sum(seeds), len(seeds) / 2)
