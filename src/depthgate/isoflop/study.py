@@ -195,6 +195,8 @@ class Study:
         rows = {cell.name: row for cell in cells if (row := finished(cell))}
         for _ in range(_ATTEMPTS):
             missing = [cell for cell in cells if cell.name not in rows]
+            if not missing:
+                break
             progress = _Progress(missing, len(cells), Speed(list(rows.values()), self.device))
             at_once = parallel(self.config, self.device)
             with closing(launch(missing, self.config, at_once, progress.begins)) as outcomes:  # type: ignore[type-var]

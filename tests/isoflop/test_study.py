@@ -1,0 +1,244 @@
+"""Whole studies from the command line: run, run again, killed and gone on with, refused, and on Ray and submitit."""
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from depthgate.cli import main
+from depthgate.flops import training_flops
+from depthgate.isoflop.cell import beside
+from depthgate.isoflop.config import IsoflopConfig
+from depthgate.isoflop.grid import Grid
+from depthgate.isoflop.rates import Rates
+from tests.train.tiny import write_data
+
+GRID = ["--budgets", "1e9,2e9", "--sizes", "3", "--context", "32", "--measured", "2000", "--device", "cpu"]
+NEEDED = {"budget", "variant", "params", "flops_per_token", "tokens", "loss", "loss_causal", "seed", "seconds", "lr"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("isoflop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        write_data(folder / "text.jsonl")
+        yield folder
+
+
+def study(home, out, *more, at_once="1"):
+    options = [*GRID, "--parallel", at_once, *more]
+    return main(["isoflop", "--data", str(home / "text.jsonl"), "--out", str(out), *options])
+
+
+@pytest.fixture(scope="module")
+def finished(home):
+    assert study(home, home / "whole", at_once="2") == 0
+    return home / "whole"
+
+
+def rows(out):
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def test_a_whole_study(finished):
+    found = rows(finished)
+    assert len(found) == 2 * 2 * 3
+    for row in found:
+        assert row.keys() >= NEEDED
+        assert abs(row["flops_per_token"] * row["tokens"] / row["budget"] - 1) <= 0.03
+        assert row["flops"] == pytest.approx(row["flops_per_token"] * row["tokens"])
+        assert row["loss_causal"] > 0
+        assert (row["loss"] == row["loss_causal"]) == (row["variant"] == "dense")
+    with (finished / "results.csv").open() as file:
+        assert [int(row["params"]) for row in csv.DictReader(file)] == [row["params"] for row in found]
+    page = (finished / "report.html").read_text()
+    assert page.count("<tr>") > 16
+    assert "mod against dense at 1e+09 FLOPs" in page
+    assert "http" not in page.replace("http://www.w3.org", "")
+    assert 'class="token"' in page or 'class="skipped"' in page  # the routed text
+    for name in ("curves.png", "curves.svg"):
+        assert (finished / name).stat().st_size > 5000
+
+
+def test_the_rows_are_those_of_the_grid(home, finished):
+    config = IsoflopConfig(data=str(home / "text.jsonl"), out=str(finished), budgets="1e9,2e9", sizes=3, context=32)
+    cells = Grid(config, "bytes", 257, "cpu", Rates({})).cells()
+    assert {cell.params for cell in cells} == {row["params"] for row in rows(finished)}
+    for cell in cells:
+        (row,) = [r for r in rows(finished) if (r["budget"], r["params"]) == (cell.budget, cell.params)]
+        assert row["flops_per_token"] == pytest.approx(training_flops(cell.training.model))
+        metrics = (cell.folder / "metrics.jsonl").read_text().splitlines()
+        assert len(metrics) == row["steps"]
+
+
+def test_running_it_again_trains_nothing(home, finished, capfd):
+    before = {path: path.stat().st_mtime_ns for path in finished.glob("cells/*/metrics.jsonl")}
+    text = (finished / "results.jsonl").read_text()
+    capfd.readouterr()
+    assert study(home, finished, "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert told["cells"] == 12
+    assert {(best["budget"], best["variant"]) for best in told["best"]} == {
+        (budget, name) for budget in (1e9, 2e9) for name in ("dense", "mod")
+    }
+    assert len(told["verdicts"]) == 2
+    assert {path: path.stat().st_mtime_ns for path in finished.glob("cells/*/metrics.jsonl")} == before
+    assert (finished / "results.jsonl").read_text() == text
+
+
+def test_a_dry_run_trains_nothing(home, tmp_path, capfd):
+    assert study(home, tmp_path / "dry", "--dry-run", "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    assert len(told["cells"]) == 12
+    assert told["estimated_seconds"] > 0
+    assert not (tmp_path / "dry").exists()
+    assert study(home, tmp_path / "dry", "--dry-run") == 0
+    assert "nothing was trained" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--budgets", "1e9"], "--extend true"),
+        (["--context", "64"], "context: 32 there, 64 here"),
+        (["--variants", "dense,mod,moe"], "--extend true"),
+        (["--lr", "0.001"], "lr"),
+    ],
+)
+def test_another_study_in_the_same_folder_is_refused(home, finished, capfd, options, says):
+    before = (finished / "results.jsonl").read_bytes(), (finished / "grid.json").read_bytes()
+    assert study(home, finished, *options) == 2
+    error = capfd.readouterr().err
+    assert "another study" in error
+    assert says in error
+    assert before == ((finished / "results.jsonl").read_bytes(), (finished / "grid.json").read_bytes())
+
+
+def test_foreign_results_and_other_files_are_refused(home, finished, tmp_path, capfd):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("kept")
+    assert study(home, tmp_path / "notes") == 2
+    assert "holds other files" in capfd.readouterr().err
+    results = finished / "results.jsonl"
+    kept = results.read_text()
+    try:
+        results.write_text(kept.replace('"study": "', '"study": "x'))
+        assert study(home, finished) == 2
+        assert f"{results} is of another study" in capfd.readouterr().err
+    finally:
+        results.write_text(kept)
+
+
+def test_a_study_grows_when_asked_to(home, finished, capfd):
+    assert study(home, finished, "--variants", "dense,mod,random", "--extend", "true") == 0
+    assert len(rows(finished)) == 18
+    assert {row["variant"] for row in rows(finished)} == {"dense", "mod", "random"}
+
+
+def test_killed_and_gone_on_with(home, finished, tmp_path):
+    out = tmp_path / "killed"
+    data = ["--data", str(home / "text.jsonl"), "--out", str(out)]
+    command = [sys.executable, "-m", "depthgate", "isoflop", *data, *GRID, "--parallel", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
+    while process.poll() is None and not len(list(out.glob("cells/*/result.json"))) >= 2:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {path: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
+    assert 2 <= len(done) < 12
+    assert study(home, out) == 0
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+    whole = {(r["budget"], r["params"]): r["loss_causal"] for r in rows(finished) if r["variant"] != "random"}
+    for row in rows(out):
+        assert row["loss_causal"] == pytest.approx(whole[row["budget"], row["params"]], rel=1e-3)
+
+
+def test_ctrl_c_stops_the_study_and_leaves_it_to_go_on(home, tmp_path):
+    out = tmp_path / "stopped"
+    data = ["--data", str(home / "text.jsonl"), "--out", str(out)]
+    command = [sys.executable, "-m", "depthgate", "isoflop", *data, *GRID, "--parallel", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    while process.poll() is None and not len(list(out.glob("cells/*/metrics.jsonl"))) >= 2:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert len(list(out.glob("cells/*/result.json"))) < 12
+
+
+def test_a_cell_that_fails_does_not_stop_the_others_and_is_tried_again(home, tmp_path, capfd):
+    out = tmp_path / "failing"
+    config = IsoflopConfig(data=str(home / "text.jsonl"), out=str(out), budgets="1e9", sizes=3, context=32)
+    bad = Grid(config, "bytes", 257, "cpu", Rates({})).cells()[0]
+    options = ["--budgets", "1e9", "--variants", "dense"]
+    assert study(home, out, *options) == 0
+    shutil.rmtree(bad.folder)
+    bad.folder.write_text("in the way")
+    capfd.readouterr()
+    assert study(home, out, *options) == 2
+    said = capfd.readouterr().err
+    assert f"{bad.name} failed" in said
+    assert "1 of 3 cells failed; the same command tries them again" in said
+    assert len(rows(out)) == 2
+    assert "holds other files" in beside(bad, "error").read_text()
+    bad.folder.unlink()
+    assert study(home, out, *options) == 0
+    assert len(rows(out)) == 3
+    assert not beside(bad, "error").exists()
+
+
+def test_seeds_and_sizes_are_added_where_they_are_asked_for(home, tmp_path):
+    out = tmp_path / "more"
+    assert study(home, out, "--variants", "dense", "--more_sizes", "2", "--seeds_at_minimum", "2") == 0
+    found = rows(out)
+    for budget in (1e9, 2e9):
+        mine = [row for row in found if row["budget"] == budget]
+        sizes = sorted({row["params"] for row in mine})
+        assert 3 <= len(sizes) <= 5
+        again = {row["params"] for row in mine if row["seed"] == 1}
+        losses = {p: min(r["loss_causal"] for r in mine if r["params"] == p and r["seed"] == 0) for p in sizes}
+        best = min(losses, key=losses.get)
+        if best not in (sizes[0], sizes[-1]):
+            assert best in again
+
+
+def test_a_sweep_finds_rates(home, tmp_path):
+    out = tmp_path / "sweep"
+    assert study(home, out, "--variants", "dense", "--lr_sweep", "true", "--budgets", "1e9") == 0
+    fitted = json.loads((out / "rates.json").read_text())
+    scale, power = fitted["dense"]
+    for row in rows(out):
+        assert row["lr"] == pytest.approx(scale * (row["dim"] / 128) ** power, rel=1e-2)
+    assert len(list(out.glob("sweep/*/result.json"))) == 10
+
+
+@pytest.mark.parametrize("launcher", ["ray", "submitit"])
+def test_other_launchers_give_the_same_rows(home, finished, tmp_path, launcher):
+    pytest.importorskip(launcher, reason=f"{launcher} is not installed: pip install 'depthgate[ray,sweep]'")
+    out = tmp_path / launcher
+    assert study(home, out, "--launcher", launcher, "--variants", "mod", "--budgets", "1e9") == 0
+    whole = {(r["budget"], r["params"]): r for r in rows(finished)}
+    assert len(rows(out)) == 3
+    for row in rows(out):
+        assert row["loss_causal"] == pytest.approx(whole[row["budget"], row["params"]]["loss_causal"], rel=1e-3)
+
+
+def test_a_launcher_that_is_not_installed_is_named(home, tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert study(home, tmp_path / "none", "--launcher", "ray") == 2
+    assert "pip install 'depthgate[ray]'" in capfd.readouterr().err
+
+
+def test_a_missing_text_is_refused_before_a_folder_is_made(tmp_path, capfd):
+    out = tmp_path / "out"
+    assert main(["isoflop", "--data", str(tmp_path / "none.txt"), "--out", str(out), *GRID]) == 2
+    assert "none.txt" in capfd.readouterr().err
+    assert not Path(out).exists()
