@@ -33,7 +33,7 @@ ALLOWED = {
         *("errors", "config", "presets", "flops", "ops", "routing", "layers", "encoders", "model", "train"),
         *("loading", "generation", "bench"),
     },
-    "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "view", "isoflop"},
+    "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "bench", "view", "isoflop"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
     "cli": {
         *("_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"),

@@ -1,5 +1,6 @@
 """Parabolas in the logarithm of the parameters, their minima, and what they say of a variant beside dense.
 
+A curve is fitted to the sizes around the lowest loss, two on each side: far from it, losses are no parabola.
 Intervals are of 95%, by a bootstrap of residuals: each curve is fitted again to itself plus residuals drawn from its
 own. Three sizes with one seed leave no residual, and so no interval. Imports no torch.
 """
@@ -116,9 +117,10 @@ def curve(rows: Sequence[Row], seed: int = 0) -> Curve:
     rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
     points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
     costs = sorted({(float(row["params"]), float(row["forward_flops_per_token"])) for row in rows})
-    best = parabola(points) if len(costs) >= 3 else None
+    near = _near(points)
+    best = parabola(near) if len(costs) >= 3 else None
     why = _open(points, best)
-    draws = _bootstrap(points, best, random.Random(seed)) if best else []
+    draws = _bootstrap(near, best, random.Random(seed)) if best else []
     return Curve(rows[0]["budget"], rows[0]["variant"], points, costs, best, draws, not why, why)
 
 
@@ -127,6 +129,14 @@ def means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     sizes = sorted({params for params, _ in points})
     losses = {size: [loss for params, loss in points if params == size] for size in sizes}
     return [(size, sum(losses[size]) / len(losses[size])) for size in sizes]
+
+
+def _near(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Those of the size with the lowest loss, and of two sizes on each side of it."""
+    sizes = means(points)
+    lowest = min(range(len(sizes)), key=lambda i: sizes[i][1])
+    kept = {params for params, _ in sizes[max(0, lowest - 2) : lowest + 3]}
+    return [point for point in points if point[0] in kept]
 
 
 def _open(points: Sequence[tuple[float, float]], best: Parabola | None) -> str:

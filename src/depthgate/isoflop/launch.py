@@ -1,5 +1,6 @@
 """Where cells run: in this process, in several, as tasks of Ray, or as jobs of Slurm. All give rows as they come."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +63,7 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
         raise DepthgateError("launcher is 'ray', which is not installed: pip install 'depthgate[ray]'") from None
     ours = not ray.is_initialized()
     if ours:
-        ray.init(log_to_driver=False, include_dashboard=False, logging_level="ERROR")
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(in_worker)
     under_way = {task.remote(cell, config.measured, config.cpus): cell for cell in cells}
     try:

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from depthgate.bench.measure import machine
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed, duration
 from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
@@ -35,11 +36,11 @@ def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool) -> None:
     heads = ("budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens", "steps", "lr", "time")
     lines = [
         (
-            f"{row['budget']:g}",
+            flops(row["budget"]),
             row["variant"],
             f"{row['layers']} x {row['dim']}",
             f"{row['params']:,}",
-            f"{row['flops_per_token']:.3g}",
+            flops(row["flops_per_token"]),
             f"{row['tokens']:,}",
             f"{row['steps']:,}",
             f"{row['lr']:g}",
@@ -89,7 +90,7 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
 
 def said(verdict: Verdict) -> str:
     """A verdict in words."""
-    where = f"{verdict.variant} against dense at {verdict.budget:g} FLOPs"
+    where = f"{verdict.variant} against dense at {flops(verdict.budget)} FLOPs"
     if verdict.refused:
         return f"{where}: no verdict, {verdict.refused}"
     better = "lower" if verdict.gain >= 0 else "higher"
@@ -138,19 +139,24 @@ def _forward(curve: Curve) -> float:
 _BEST = ("budget", "variant", "best loss", "95%", "parameters", "95% ", "forward FLOPs a token", "bracketed")
 
 
+def flops(number: float) -> str:
+    """3e15, not 3e+15."""
+    return f"{number:.3g}".replace("e+", "e")
+
+
 def _best_line(curve: Curve) -> list[str]:
     def span(found: Interval, form: str) -> str:
         return "-" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
 
     return [
-        f"{curve.budget:g}",
+        flops(curve.budget),
         curve.variant,
         f"{curve.loss:.4f}",
         span(curve.loss_interval, ".4f"),
-        f"{curve.params:.3g}",
-        span(curve.params_interval, ".3g"),
-        f"{_forward(curve):.3g}",
-        "both sides" if curve.bracketed else f"no: {curve.why}",
+        f"{curve.params:,.0f}",
+        span(curve.params_interval, ",.0f"),
+        flops(_forward(curve)),
+        "both sides" if curve.bracketed else "no",
     ]
 
 
@@ -192,7 +198,9 @@ def _page(
     if picture := _routing(out, rows):
         sections["What the best routed model computed"] = picture
     sections["All cells"] = _cells(rows)
-    sections["How this was made"] = pages.paragraph("Command: ", pages.code(command(config)))
+    about = ", ".join(f"{key} {value or 'unknown'}" for key, value in machine(rows[0]["device"]).items())
+    told = [pages.paragraph("Command: ", pages.code(command(config))), pages.paragraph(f"Reported on: {about}.")]
+    sections["How this was made"] = pages.join(told)
     return pages.page("depthgate isoflop: models at equal training FLOPs", sections)
 
 
@@ -206,7 +214,13 @@ def _chart(budget: float, curves: Sequence[Curve]) -> Html:
         marks[f"{curve.variant}, cells"] = [(params / 1e6, loss) for params, loss in curve.points]
     about = "Lines: the fitted parabolas. Marks: one for each cell."
     return pages.line_chart(
-        f"{budget:g} FLOPs", about, lines, "million parameters", "causal loss, nats a token", log_x=True, marks=marks
+        f"{flops(budget)} FLOPs",
+        about,
+        lines,
+        "million parameters",
+        "causal loss, nats a token",
+        log_x=True,
+        marks=marks,
     )
 
 
@@ -224,11 +238,11 @@ def _cells(rows: Sequence[Row]) -> Html:
     heads += ["causal loss", "top-k loss", "routed", "seconds"]
     lines = [
         [
-            f"{row['budget']:g}",
+            flops(row["budget"]),
             row["variant"],
             f"{row['layers']} x {row['dim']}",
             f"{row['params']:,}",
-            f"{row['flops_per_token']:.4g}",
+            flops(row["flops_per_token"]),
             f"{row['tokens']:,}",
             f"{row['lr']:g}",
             row["seed"],
