@@ -93,24 +93,26 @@ def said(verdict: Verdict) -> str:
     where = f"{verdict.variant} against dense at {flops(verdict.budget)} FLOPs"
     if verdict.refused:
         return f"{where}: no verdict, {verdict.refused}"
-    better = "lower" if verdict.gain >= 0 else "higher"
-    parts = [f"its best loss is {abs(verdict.gain):.2%} {better}{_between(verdict.gain_interval, '.2%')}"]
+    lower = "lower" if verdict.gain >= 0 else "higher"
+    parts = [f"best loss {abs(verdict.gain):.2%} {lower}{_between(verdict.gain_interval, 'gain', '.2%')}"]
     if math.isfinite(verdict.forward_saving):
-        saving = (
-            f"{verdict.forward_saving:.0%} of the FLOPs of a forward pass{_between(verdict.forward_interval, '.0%')}"
-        )
-        parts.append(f"dense's best loss with a saving of {saving}")
+        less = f"{_less(verdict.forward_saving)}{_between(verdict.forward_interval, 'saving', '.0%')}"
+        parts.append(f"a forward pass of its smallest model with dense's best loss takes {less}")
     else:
-        parts.append("no size reaches dense's best loss")
+        parts.append("no size of it reaches dense's best loss")
     if math.isfinite(verdict.training_saving):
         how = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
-        share = f"{verdict.training_saving:.0%} of the training FLOPs{_between(verdict.training_interval, '.0%')}"
-        parts.append(f"to reach that loss it saves {share}{how}")
+        less = f"{_less(verdict.training_saving)}{_between(verdict.training_interval, 'saving', '.0%')}"
+        parts.append(f"to reach dense's best loss, training takes {less}{how}")
     return f"{where}: {'; '.join(parts)}"
 
 
-def _between(found: Interval, form: str) -> str:
-    return "" if found is None else f" ({found[0]:{form}} to {found[1]:{form}})"
+def _less(saving: float) -> str:
+    return f"{abs(saving):.0%} {'fewer' if saving >= 0 else 'more'} FLOPs"
+
+
+def _between(found: Interval, what: str, form: str) -> str:
+    return "" if found is None else f" ({what} {found[0]:{form}} to {found[1]:{form}})"
 
 
 def _plain(value: Any) -> Any:
