@@ -33,11 +33,12 @@ ALLOWED = {
         *("errors", "config", "presets", "flops", "ops", "routing", "layers", "encoders", "model", "train"),
         *("loading", "generation", "bench"),
     },
+    "showing": {"errors", "config", "loading", "train", "view"},
     "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "bench", "view", "isoflop"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
     "cli": {
         *("_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"),
-        "isoflop",
+        *("isoflop", "view", "showing"),
     },
     "__main__": {"cli"},
     "__init__": {

@@ -22,6 +22,7 @@ from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
+from depthgate.view.config import ViewConfig
 
 
 class _Terminated(BaseException):
@@ -96,6 +97,12 @@ def _isoflop(config: IsoflopConfig, as_json: bool) -> int:
     return run(config, as_json)
 
 
+def _view(config: ViewConfig, as_json: bool) -> None:
+    from depthgate.showing import run
+
+    run(config, as_json)
+
+
 def _bench_layers(config: BenchLayersConfig, as_json: bool) -> None:
     from depthgate.bench.layers import run
 
@@ -120,6 +127,7 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "eval": (EvalConfig, _eval),
     "isoflop": (IsoflopConfig, _isoflop),
     "generate": (GenerateConfig, _generate),
+    "view": (ViewConfig, _view),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _bench_layers),
     "bench-train": (BenchTrainConfig, _bench_train),
@@ -144,14 +152,17 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
     parser = _Parser(description=_about(config), allow_abbrev=False)
     parser.add_argument("--config", action="config", help="yaml file with any of these options")
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
+    typed: dict[str, str] = {}  # options that are switches
     if config is GenerateConfig:
-        for name, about in (("no_cache", "compute everything again for each token"), ("depth", "colour by depth")):
-            parser.add_argument(f"--{name}", action="store_true", help=about)
+        typed = {"no_cache": "compute everything again for each token", "depth": "colour by depth"}
         parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
         parser.add_argument("--stop", action="append", help="text at which to end; may be given several times")
     if config is IsoflopConfig:
-        parser.add_argument("--dry_run", action="store_true", help="print the grid, and train nothing")
-    parser.add_class_arguments(config, as_group=False, skip={"no_cache", "depth", "prompt", "stop", "dry_run"})
+        typed = {"dry_run": "print the grid, and train nothing"}
+    for name, about in typed.items():
+        parser.add_argument(f"--{name}", action="store_true", help=about)
+    given = {"prompt", "stop"} if config is GenerateConfig else set()
+    parser.add_class_arguments(config, as_group=False, skip={*typed, *given})
     if config is TrainConfig:
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
     return parser

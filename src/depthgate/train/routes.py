@@ -27,7 +27,7 @@ def routed(model: LoadedDecoder, rows: Rows) -> tuple[list[str], list[list[int]]
     chosen = [plan.chosen[..., 0][real].tolist() for plan in plans if isinstance(plan, Slots)]
     layers = routed_layers(model)
     through = [[layer for layer, yes in zip(layers, at, strict=True) if yes] for at in zip(*chosen, strict=True)]
-    return [_text(model, i) for i in rows.tokens[real].tolist()], through
+    return [token_text(model, i) for i in rows.tokens[real].tolist()], through
 
 
 def routed_layers(model: LoadedDecoder) -> list[int]:
@@ -35,7 +35,7 @@ def routed_layers(model: LoadedDecoder) -> list[int]:
     return [i + 1 for i in model.config.routed]
 
 
-def _text(model: LoadedDecoder, token: int) -> str:
+def token_text(model: LoadedDecoder, token: int) -> str:
     """A token alone may be part of a character: then its bytes are named."""
     if token == model.tokenizer.end:
         return END

@@ -50,6 +50,11 @@ pre { font: .85rem/1.75 ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", mono
   font-size: .9rem; }
 .legend svg { display: inline-block; width: 36px; height: 12px; margin-right: .4rem; }
 svg text { fill: var(--text); font: 14px system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+.map canvas { width: 100%; display: block; } .map canvas:focus-visible { outline: 2px solid var(--c0); }
+.tools button { font: inherit; padding: .3rem .8rem; color: inherit; background: var(--band);
+  border: 1px solid var(--line); border-radius: 4px; cursor: pointer; }
+#said { min-height: 3.2em; margin: .4rem 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
+pre [data-t] { cursor: pointer; }
 .mark { stroke: var(--page); stroke-width: 1; }
 .grid { stroke: var(--line); stroke-width: 1; } .series { fill: none; stroke-width: 2.5; stroke-linejoin: round; }
 """

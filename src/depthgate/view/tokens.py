@@ -27,7 +27,7 @@ def _sign(c: str) -> str:
 def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers: Sequence[int]) -> Html:
     """The text of each token, and the numbers of those of the routed `layers` that it went through. Depth of colour
     and thickness of the line below both say how many; the legend counts them; hovering names them."""
-    spans = [_span(token, at, len(layers)) for token, at in zip(tokens, through, strict=True)]
+    spans = [_span(t, token, at, len(layers)) for t, (token, at) in enumerate(zip(tokens, through, strict=True))]
     counts = Counter(len(at) for at in through)
     keys = [
         f"<li>{_swatch(n, len(layers))} {_layers(n)}: {counts[n]:,} of {len(tokens):,} tokens</li>"
@@ -36,14 +36,14 @@ def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers:
     return join([Html(f"<pre>{''.join(spans)}</pre>"), Html(f'<ul class="legend">{"".join(keys)}</ul>')])
 
 
-def _span(token: str, at: Sequence[int], most: int) -> str:
+def _span(number: int, token: str, at: Sequence[int], most: int) -> str:
     shown = "".join(f'<span class="sign">{html(sign)}</span>' if (sign := _sign(c)) else html(c) for c in token)
     where = f"layers {', '.join(map(str, at))}" if at else "no routed layer"
     style = f' style="--share:{len(at) / most:.3g}"' if at else ""
     name = "token" if at else "skipped"
     # Outside the span, so that a token that ends a line has no coloured rest on the next one.
     end = "\n" * token.count("\n")
-    return f'<span class="{name}"{style} title="{html(visible(token))}: {where}">{shown}</span>{end}'
+    return f'<span class="{name}" data-t="{number}"{style} title="{html(visible(token))}: {where}">{shown}</span>{end}'
 
 
 def _swatch(n: int, most: int) -> str:

@@ -1,0 +1,123 @@
+// The map of routing decisions: layers down, tokens across. Data comes from the page, text goes in as text only.
+(() => {
+  const data = JSON.parse(document.getElementById("routes").textContent);
+  const canvas = document.getElementById("map"), said = document.getElementById("said");
+  const T = data.tokens.length, L = data.layers.length;
+  const LEFT = 44, TOP = 22, ROW = 22;
+  let from = 0, to = T, at = { t: 0, l: 0 }, pinned = false;
+
+  const on = (rows, l, t) => rows[l][t] === "1";
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function size() {
+    const ratio = window.devicePixelRatio || 1;
+    const wide = canvas.parentElement.clientWidth, high = TOP + L * ROW + 6;
+    canvas.style.height = high + "px";
+    canvas.width = Math.round(wide * ratio);
+    canvas.height = Math.round(high * ratio);
+    const g = canvas.getContext("2d");
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    return [g, wide, high];
+  }
+
+  function draw() {
+    const [g, wide, high] = size();
+    const step = (wide - LEFT) / (to - from);
+    canvas.dataset.from = from;
+    canvas.dataset.to = to;
+    const [text, quiet, band, line, both, mine, best] =
+      ["--text", "--quiet", "--band", "--line", "--c0", "--c1", "--c2"].map(colour);
+    g.clearRect(0, 0, wide, high);
+    g.font = "12px system-ui, sans-serif";
+    g.textBaseline = "middle";
+    for (let l = 0; l < L; l++) {
+      const y = TOP + l * ROW;
+      g.fillStyle = quiet;
+      g.textAlign = "right";
+      g.fillText(data.layers[l], LEFT - 8, y + ROW / 2);
+      g.fillStyle = band;
+      g.fillRect(LEFT, y + 1, wide - LEFT, ROW - 2);
+      for (let t = from; t < to; t++) {
+        const a = on(data.causal, l, t), b = on(data.top_k, l, t);
+        if (!a && !b) continue;
+        g.fillStyle = a && b ? both : a ? mine : best;
+        const x = LEFT + (t - from) * step, w = Math.max(0.6, step - (step > 4 ? 1 : 0));
+        if (a) g.fillRect(x, y + 1, w, ROW - 2);
+        else g.fillRect(x, y + ROW - 7, w, 5);  // the top k alone: a low bar
+      }
+    }
+    g.textAlign = "center";
+    g.fillStyle = text;
+    if (step >= 14) {
+      for (let t = from; t < to; t++) g.fillText(data.tokens[t].slice(0, Math.floor(step / 7)), LEFT + (t - from + .5) * step, TOP / 2);
+    } else {
+      g.fillStyle = quiet;
+      g.textAlign = "left";
+      g.fillText("token " + from, LEFT, TOP / 2);
+      g.textAlign = "right";
+      g.fillText("token " + (to - 1), wide, TOP / 2);
+    }
+    g.strokeStyle = text;
+    g.lineWidth = 2;
+    if (at.t >= from && at.t < to) g.strokeRect(LEFT + (at.t - from) * step, TOP + at.l * ROW, Math.max(3, step), ROW);
+    g.strokeStyle = line;
+  }
+
+  function tell() {
+    const { t, l } = at, a = on(data.causal, l, t), b = on(data.top_k, l, t);
+    const how = a && b ? "routed" : a ? "routed causally, not by the top k" : b ? "skipped causally, but in the top k" : "skipped";
+    const gate = a ? ", gate " + data.gates[l][t] : "";
+    said.textContent = `Token ${t} "${data.tokens[t]}", layer ${data.layers[l]}: ${how}, score ${data.scores[l][t]}${gate}`;
+    draw();
+  }
+
+  function place(event) {
+    const box = canvas.getBoundingClientRect();
+    const x = event.clientX - box.left - LEFT, l = Math.floor((event.clientY - box.top - TOP) / ROW);
+    if (x < -1 || l < 0 || l >= L) return null;
+    const t = from + Math.floor(x / ((box.width - LEFT) / (to - from)));
+    return { t: Math.max(from, Math.min(to - 1, t)), l };
+  }
+
+  function zoom(factor, centre) {
+    const span = Math.max(Math.min(8, T), Math.min(T, Math.round((to - from) * factor)));
+    const share = (centre - from) / Math.max(1, to - from);
+    from = Math.max(0, Math.min(T - span, Math.round(centre - share * span)));
+    to = from + span;
+    draw();
+  }
+
+  function show(t) {
+    const span = to - from;
+    if (t < from || t >= to) from = Math.max(0, Math.min(T - span, t - (span >> 1)));
+    to = from + span;
+    at.t = t;
+    tell();
+  }
+
+  canvas.addEventListener("mousemove", (event) => { const found = !pinned && place(event); if (found) { at = found; tell(); } });
+  canvas.addEventListener("click", (event) => { const found = place(event); if (found) { at = found; pinned = !pinned; tell(); } });
+  canvas.addEventListener("wheel", (event) => {
+    const found = place(event);
+    if (!found) return;
+    event.preventDefault();
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, found.t);
+  }, { passive: false });
+  canvas.addEventListener("keydown", (event) => {
+    const { key } = event, move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
+    if (move) { at.l = Math.max(0, Math.min(L - 1, at.l + move[1])); show(Math.max(0, Math.min(T - 1, at.t + move[0]))); }
+    else if (key === "Home") show(0);
+    else if (key === "End") show(T - 1);
+    else if (key === "+" || key === "=") zoom(0.5, at.t);
+    else if (key === "-") zoom(2, at.t);
+    else return;
+    event.preventDefault();
+  });
+  document.getElementById("closer").addEventListener("click", () => zoom(0.5, at.t));
+  document.getElementById("wider").addEventListener("click", () => zoom(2, at.t));
+  document.getElementById("whole").addEventListener("click", () => { from = 0; to = T; draw(); });
+  document.querySelectorAll("pre [data-t]").forEach((span) => span.addEventListener("click", () => show(Number(span.dataset.t))));
+  window.addEventListener("resize", draw);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  draw();
+})();
