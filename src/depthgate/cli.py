@@ -5,8 +5,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,12 +61,6 @@ def _check_fits(config: TrainConfig) -> None:
         raise InvalidValueError(f"a model of {weights:,} weights needs {sizes}: choose a smaller one")
 
 
-def _eval(config: EvalConfig, as_json: bool) -> None:
-    from depthgate.train.evaluate import run
-
-    run(config, as_json)
-
-
 def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
     rows = []
     for name in PRESETS:
@@ -79,60 +74,23 @@ def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
         print(f"{row['preset']:12} {row['parameters']:14,} {row['flops_per_token']:24,.0f}")
 
 
-def _demo(config: DemoConfig, as_json: bool) -> int:
-    from depthgate.demo import run
-
-    return run(config, as_json)
-
-
-def _generate(config: GenerateConfig, as_json: bool) -> int:
-    from depthgate.generation.command import run
-
-    return run(config, as_json)
-
-
-def _isoflop(config: IsoflopConfig, as_json: bool) -> int:
-    from depthgate.isoflop.study import run
-
-    return run(config, as_json)
-
-
-def _view(config: ViewConfig, as_json: bool) -> None:
-    from depthgate.showing import run
-
-    run(config, as_json)
-
-
-def _bench_layers(config: BenchLayersConfig, as_json: bool) -> None:
-    from depthgate.bench.layers import run
-
-    run(config, as_json)
-
-
-def _bench_train(config: BenchTrainConfig, as_json: bool) -> None:
-    from depthgate.bench.train import run
-
-    run(config, as_json)
-
-
-def _bench_generate(config: BenchGenerateConfig, as_json: bool) -> None:
-    from depthgate.bench.generate import run
-
-    run(config, as_json)
+def _late(module: str) -> Callable[..., int | None]:
+    """The `run` of a module that is loaded when it is called."""
+    return lambda config, as_json: import_module(module).run(config, as_json)
 
 
 # verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
-    "eval": (EvalConfig, _eval),
-    "isoflop": (IsoflopConfig, _isoflop),
-    "generate": (GenerateConfig, _generate),
-    "view": (ViewConfig, _view),
+    "eval": (EvalConfig, _late("depthgate.train.evaluate")),
+    "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
+    "generate": (GenerateConfig, _late("depthgate.generation.command")),
+    "view": (ViewConfig, _late("depthgate.showing")),
     "presets": (PresetsConfig, _presets),
-    "bench-layers": (BenchLayersConfig, _bench_layers),
-    "bench-train": (BenchTrainConfig, _bench_train),
-    "bench-generate": (BenchGenerateConfig, _bench_generate),
-    "demo": (DemoConfig, _demo),
+    "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),
+    "bench-train": (BenchTrainConfig, _late("depthgate.bench.train")),
+    "bench-generate": (BenchGenerateConfig, _late("depthgate.bench.generate")),
+    "demo": (DemoConfig, _late("depthgate.demo")),
 }
 
 
