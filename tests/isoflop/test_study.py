@@ -162,6 +162,88 @@ def test_killed_and_gone_on_with(home, finished, tmp_path):
         assert row["loss_causal"] == pytest.approx(whole[row["budget"], row["params"]], rel=1e-3)
 
 
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_no_worker_outlives_its_study(home, tmp_path, how):
+    out = tmp_path / "orphans"
+    data = ["--data", str(home / "text.jsonl"), "--out", str(out)]
+    command = [sys.executable, "-m", "depthgate", "isoflop", *data, *GRID, "--budgets", "1e12", "--parallel", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    while process.poll() is None and not len(list(out.glob("cells/*/metrics.jsonl"))) >= 2:
+        time.sleep(0.05)
+    process.send_signal(how)
+    process.wait(60)
+    last = time.monotonic() + 60
+    while (left := _members(process.pid)) and time.monotonic() < last:
+        time.sleep(0.2)
+    assert left == []
+    if how == signal.SIGTERM:
+        assert process.returncode == 130
+        assert len(list(out.glob("cells/*/step-*"))) >= 2  # each saved where it was
+
+
+def _members(session: int) -> list[str]:
+    """Processes of a session that still run."""
+    listed = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if not line.startswith("Z")]
+
+
+def test_a_worker_that_dies_takes_no_other_cell_with_it(home, tmp_path, capfd):
+    out = tmp_path / "dying"
+    config = IsoflopConfig(data=str(home / "text.jsonl"), out=str(out), budgets="1e9", sizes=3, context=32)
+    bad = Grid(config, "bytes", 257, "cpu", Rates({})).cells()[1]
+    options = ["--budgets", "1e9", "--variants", "dense"]
+    assert study(home, out, *options) == 0
+    for folder in out.glob("cells/*"):
+        shutil.rmtree(folder)
+    (out / "results.jsonl").unlink()
+    beside(bad, "log").mkdir()  # so that its process ends before it does anything
+    capfd.readouterr()
+    assert study(home, out, *options, at_once="2") == 2
+    assert "1 of 3 cells failed" in capfd.readouterr().err
+    assert len(rows(out)) == 2
+
+
+def test_a_damaged_last_checkpoint_is_trained_again(home, finished, tmp_path):
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    result = sorted(out.glob("cells/2e09-dense-*/result.json"))[0]
+    before = json.loads(result.read_text())
+    result.unlink()
+    newest = result.parent / f"step-{before['steps']}" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes() + b"x")
+    extended = ["--variants", "dense,mod,random", "--extend", "true"]
+    assert study(home, out, *extended) == 0
+    assert json.loads(result.read_text())["loss_causal"] == pytest.approx(before["loss_causal"], rel=1e-4)
+
+
+def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, finished, tmp_path):
+    out = tmp_path / "thin"
+    shutil.copytree(finished, out)
+    for folder in out.glob("cells/*/step-*"):
+        shutil.rmtree(folder)
+    count = len(rows(out))
+    assert study(home, out, "--variants", "dense", "--extend", "true") == 0
+    assert len(rows(out)) == count
+    assert "What the best routed model computed" not in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("name", "content"), [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n")])
+def test_damaged_files_of_a_study_are_named(home, finished, tmp_path, capfd, name, content):
+    out = tmp_path / "damaged"
+    shutil.copytree(finished, out)
+    (out / name).write_text(content)
+    assert study(home, out, "--extend", "true") == 2
+    assert name in capfd.readouterr().err
+
+
+def test_a_text_shorter_than_a_sequence_is_refused_before_any_cell(home, tmp_path, capfd):
+    (tmp_path / "short.txt").write_text("fourteen bytes")
+    out = tmp_path / "short"
+    assert main(["isoflop", "--data", str(tmp_path / "short.txt"), "--out", str(out), *GRID]) == 2
+    assert "give more text or a smaller context" in capfd.readouterr().err
+    assert not (out / "cells").exists()
+
+
 def test_ctrl_c_stops_the_study_and_leaves_it_to_go_on(home, tmp_path):
     out = tmp_path / "stopped"
     data = ["--data", str(home / "text.jsonl"), "--out", str(out)]
@@ -187,7 +269,6 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_is_tried_again(home, tmp
     said = capfd.readouterr().err
     assert f"{bad.name} failed" in said
     assert "1 of 3 cells failed; the same command tries them again" in said
-    assert len(rows(out)) == 2
     assert "holds other files" in beside(bad, "error").read_text()
     bad.folder.unlink()
     assert study(home, out, *options) == 0

@@ -3,8 +3,11 @@
 import contextlib
 import gc
 import json
+import math
 import os
-import sys
+import signal
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from depthgate.errors import DepthgateError
 from depthgate.flops import forward_flops
 from depthgate.isoflop.grid import Cell, described
 from depthgate.loading import load
-from depthgate.train import checkpoint, loop
+from depthgate.train import loop
 from depthgate.train.evaluate import measure
 from depthgate.train.run import METRICS, cache, write_json
 from depthgate.train.shards import prepare
@@ -35,6 +38,9 @@ def finished(cell: Cell) -> dict[str, Any] | None:
     told = described(cell)
     if not isinstance(found, dict) or any(found.get(name) != told[name] for name in told):
         raise DepthgateError(f"{path} is of another study: choose another --out")
+    figures = [found.get(name) for name in ("loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")]
+    if not all(isinstance(figure, float | int) and math.isfinite(figure) for figure in figures):
+        raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again")
     return found
 
 
@@ -62,15 +68,16 @@ def run_cell(cell: Cell, measured: int, quiet: bool) -> dict[str, Any]:
 
 def _trained(cell: Cell, measured: int) -> dict[str, Any]:
     training, folder = cell.training, cell.folder
-    done = max(checkpoint.steps(folder), default=0) if folder.is_dir() else 0
-    if done < training.steps:
-        if loop.train(training, resume=True) == 130:
-            raise KeyboardInterrupt
-        if max(checkpoint.steps(folder), default=0) < training.steps:
-            raise KeyboardInterrupt  # somebody asked the process to stop
-    model = load(folder).to(loop.resolve_device(training.device))
-    documents = prepare(training.data, model.tokenizer, cache(), training.validation).validation
-    figures = measure(model, documents, training.batch, measured)
+    last_step = folder / f"step-{training.steps}"
+    try:
+        model = load(last_step)
+    except DepthgateError:  # it is not there yet, or damaged: training goes on from what is whole
+        if loop.train(training, resume=True) == 130 or not last_step.is_dir():
+            raise KeyboardInterrupt from None  # somebody asked the process to stop
+        model = load(last_step)
+    model = model.to(loop.resolve_device(training.device))
+    shards = prepare(training.data, model.tokenizer, cache(), training.validation)
+    figures = measure(model, shards.validation, training.batch, measured)
     last = json.loads((folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
     return {
         **described(cell),
@@ -79,6 +86,7 @@ def _trained(cell: Cell, measured: int) -> dict[str, Any]:
         "bits_per_byte": figures["bits_per_byte"],
         "train_loss": last["loss"],
         "flops": last["flops"],
+        "passes": cell.tokens / len(shards.train),
         "forward_flops_per_token": forward_flops(model.config),
         "seconds": last["seconds"],
         "routed_share": figures["routed_share"],
@@ -107,8 +115,30 @@ def _into(path: Path | None) -> Any:
 
 
 def in_worker(cell: Cell, measured: int, threads: int) -> dict[str, Any]:
-    """`run_cell` in a process of its own."""
+    """`run_cell` in a process of another's."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     torch.set_num_threads(threads)
-    sys.stdout.flush()
     return run_cell(cell, measured, quiet=True)
+
+
+def _watch(study: int) -> None:
+    """Ask this process to stop once that of the study is gone."""
+    while True:
+        try:
+            os.kill(study, 0)
+        except ProcessLookupError:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        time.sleep(1.0)
+
+
+def alone(cell: Cell, measured: int, threads: int, study: int) -> None:
+    """`run_cell` as all that a process does: its exit code and the cell's files tell the rest. It saves and stops when
+    whoever started it is gone."""
+    threading.Thread(target=_watch, args=(study,), daemon=True).start()
+    try:
+        in_worker(cell, measured, threads)
+    except KeyboardInterrupt:
+        os._exit(130)
+    except Exception:
+        os._exit(1)

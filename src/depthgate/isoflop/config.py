@@ -80,16 +80,16 @@ class IsoflopConfig:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
         if self.context is not None:
             check_count(self.context, "context", minimum=8, maximum=2**20)
-        for name in ("center", "spread"):
-            check_positive(getattr(self, name), name)
-        if self.spread < 1.2:
-            raise InvalidValueError(f"spread is {self.spread}: it must be at least 1.2, or sizes are the same")
+        for name, low, high in (("center", 1e-3, 1e3), ("spread", 1.2, 100.0)):
+            if not low <= check_positive(getattr(self, name), name) <= high:
+                raise InvalidValueError(f"{name} is {getattr(self, name)}: it must be from {low:g} to {high:g}")
         if self.lr is not None:
             check_positive(self.lr, "lr")
             if self.lr_sweep:
                 raise InvalidValueError(f"lr is {self.lr} and lr_sweep is true: give one of them")
-        if self.gpus < 0:
-            raise InvalidValueError(f"gpus is {self.gpus}: it must be at least 0")
+        if not 0 <= self.gpus <= 1024 or (self.launcher == "submitit" and self.gpus % 1):
+            whole = "a whole number, " if self.launcher == "submitit" else ""
+            raise InvalidValueError(f"gpus is {self.gpus}: it must be {whole}from 0 to 1024")
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
         check_choice(self.launcher, "launcher", ("local", "ray", "submitit"))
         if self.vocab is not None and self.tokenizer != "bpe":

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ class Speed:
         """Of a finished cell."""
         if row.get("device") == self.device and row.get("seconds"):
             self.known.append((row["flops_per_token"], row["flops"] / row["seconds"]))
+
+    def left(self, cells: Iterable[Cell]) -> str:
+        """About how long cells take together, where any has been run."""
+        return f"; about {duration(sum(map(self.seconds, cells)))} left" if self.known else ""
 
     def seconds(self, cell: Cell) -> float:
         """About how long a cell takes."""

@@ -2,7 +2,8 @@
 
 A curve is fitted to the sizes around the lowest loss, two on each side: far from it, losses are no parabola.
 Intervals are of 95%, by a bootstrap of residuals: each curve is fitted again to itself plus residuals drawn from its
-own. Three sizes with one seed leave no residual, and so no interval. Imports no torch.
+own, widened by Student's t as few of them know little of their spread. A curve of less than five cells has none.
+Imports no torch.
 """
 
 import math
@@ -13,6 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 DRAWS = 1000
+# The 97.5% point of Student's t for 2, 3, 4 ... degrees of freedom; the normal distribution's is 1.96.
+_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 Interval = tuple[float, float] | None
 Row = Mapping[str, Any]
 
@@ -50,7 +53,7 @@ class Curve:
     @property
     def params(self) -> float:
         """Where it is."""
-        return math.exp(self.best.at) if self.best else min(self.points, key=lambda point: point[1])[0]
+        return _exp(self.best.at) if self.best else min(self.points, key=lambda point: point[1])[0]
 
     @property
     def loss_interval(self) -> Interval:
@@ -58,7 +61,7 @@ class Curve:
 
     @property
     def params_interval(self) -> Interval:
-        return interval(math.exp(draw.at) for draw in self.draws)
+        return interval(_exp(draw.at) for draw in self.draws)
 
     def forward_flops(self, params: float) -> float:
         """FLOPs a token of a forward pass at a size, along the ladder of the variant's sizes."""
@@ -112,7 +115,11 @@ def _solved(left: list[list[float]], right: list[float]) -> list[float] | None:
     return [det(column) / whole for column in columns]
 
 
-def curve(rows: Sequence[Row], seed: int = 0) -> Curve:
+def _exp(x: float) -> float:
+    return math.exp(x) if abs(x) < 700 else math.inf
+
+
+def curve(rows: Sequence[Row]) -> Curve:
     """The curve of one variant at one budget, from the rows of its cells; the loss is the causal one."""
     rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
     points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
@@ -120,8 +127,10 @@ def curve(rows: Sequence[Row], seed: int = 0) -> Curve:
     near = _near(points)
     best = parabola(near) if len(costs) >= 3 else None
     why = _open(points, best)
-    draws = _bootstrap(near, best, random.Random(seed)) if best else []
-    return Curve(rows[0]["budget"], rows[0]["variant"], points, costs, best, draws, not why, why)
+    budget, variant = rows[0]["budget"], rows[0]["variant"]
+    # A stream of its own for each curve: curves that are compared must not draw alike.
+    draws = _bootstrap(near, best, random.Random(f"{budget} {variant}")) if best else []
+    return Curve(budget, variant, points, costs, best, draws, not why, why)
 
 
 def means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -149,24 +158,25 @@ def _open(points: Sequence[tuple[float, float]], best: Parabola | None) -> str:
         return f"the {'smallest' if lowest == 0 else 'largest'} size has the lowest loss"
     if best is None:
         return "the fitted curve has no minimum"
-    if not sizes[0][0] < math.exp(best.at) < sizes[-1][0]:
+    if not math.log(sizes[0][0]) < best.at < math.log(sizes[-1][0]):
         return "the fitted minimum lies outside the sizes"
     return ""
 
 
 def _bootstrap(points: Sequence[tuple[float, float]], best: Parabola, draw: random.Random) -> list[Parabola]:
-    if len(points) <= 3:
+    freedom = len(points) - 3
+    if freedom < 2:
         return []
-    scale = math.sqrt(len(points) / (len(points) - 3))
+    scale = math.sqrt(len(points) / freedom) * (_T[freedom - 2] / 1.96 if freedom < len(_T) + 2 else 1.0)
     residuals = [scale * (loss - best(params)) for params, loss in points]
     found = (parabola([(params, best(params) + draw.choice(residuals)) for params, _ in points]) for _ in range(DRAWS))
     return [each for each in found if each is not None]
 
 
 def interval(values: Iterable[float]) -> Interval:
-    """The middle 95% of the values."""
+    """The middle 95% of the values; None where too many draws have no such value to speak of it."""
     found = sorted(value for value in values if math.isfinite(value))
-    if len(found) < 0.9 * DRAWS:  # too many draws have no such value to speak of an interval
+    if len(found) < 0.975 * DRAWS:
         return None
     return found[int(0.025 * (len(found) - 1))], found[round(0.975 * (len(found) - 1))]
 
@@ -181,15 +191,22 @@ def _along(line: Sequence[tuple[float, float]], x: float) -> float:
 def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
     """Every variant but dense, at every budget where both were run."""
     found = {(curve.budget, curve.variant): curve for curve in curves}
+    dense = baseline({curve.variant for curve in curves})
     return [
-        _verdict(found[curve.budget, "dense"], curve, [c for c in curves if c.variant == curve.variant and c.best])
+        _verdict(found[curve.budget, dense], curve, [c for c in curves if c.variant == curve.variant and c.bracketed])
         for curve in curves
-        if curve.variant != "dense" and (curve.budget, "dense") in found
+        if dense and curve.variant != dense and (curve.budget, dense) in found
     ]
 
 
+def baseline(variants: Iterable[str]) -> str | None:
+    """What the others are compared with: dense, or the only one of its kind."""
+    kinds = [name for name in variants if name.partition(":")[0] == "dense"]
+    return "dense" if "dense" in kinds else kinds[0] if len(kinds) == 1 else None
+
+
 def _verdict(dense: Curve, mine: Curve, others: Sequence[Curve]) -> Verdict:
-    """`others`: the variant at all budgets."""
+    """`others`: the variant at all budgets where it is bracketed."""
     for each in (dense, mine):
         if not each.bracketed or each.best is None:
             return Verdict(mine.budget, mine.variant, f"{each.variant} is not bracketed: {each.why}")
@@ -197,8 +214,7 @@ def _verdict(dense: Curve, mine: Curve, others: Sequence[Curve]) -> Verdict:
     assert mine.best is not None
     pairs = list(zip(dense.draws, mine.draws, strict=False))
     reached = _reached(dense.best.low, others, None)
-    first, last = others[0].budget * (1 - 1e-9), others[-1].budget * (1 + 1e-9)
-    outside = reached is not None and not first <= reached <= last
+    outside = reached is not None and not others[0].budget * 0.999 <= reached <= others[-1].budget * 1.001
     drawn = [_reached(dense.draws[i].low, others, i) for i in range(_fewest([dense, *others]))]
     return Verdict(
         mine.budget,
@@ -228,11 +244,14 @@ def _forward(dense: Curve, mine: Curve, d: Parabola, m: Parabola) -> float:
 
 
 def _reached(loss: float, others: Sequence[Curve], draw: int | None) -> float | None:
-    """Training FLOPs at which the variant's best loss is `loss`, along its best losses at all budgets."""
+    """Training FLOPs at which the variant's best loss is `loss`, along its best losses at all budgets; None where these
+    do not fall, and where it would be farther outside the budgets than they are apart."""
     if len(others) < 2:
         return None
     lows = [(each.best if draw is None else each.draws[draw]) for each in others]
-    line = sorted((low.low, math.log(each.budget)) for low, each in zip(lows, others, strict=True) if low)
-    if any(a[0] == b[0] for a, b in pairwise(line)):
+    line = [(low.low, math.log(each.budget)) for low, each in zip(lows, others, strict=True) if low]
+    if any(after[0] >= before[0] for before, after in pairwise(line)):
         return None
-    return math.exp(_along(line, loss))
+    found = _along(line[::-1], loss)
+    span = line[-1][1] - line[0][1]
+    return math.exp(found) if line[0][1] - span <= found <= line[-1][1] + span else None

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ class Cell:
         """Of its folder: unique within the part of the study."""
         model = self.training.model
         size = f"{model.layers}x{model.dim}"
-        name = f"{self.budget:g}-{self.variant}-{size}-lr{self.training.lr:.3g}-s{self.seed}".replace("e+", "e")
-        return name.replace(":", "_").replace("=", "-").replace("+", "_")
+        variant = self.variant.replace(":", "_").replace("=", "-").replace("+", "_")
+        short = f"{self.budget:g}"
+        budget = (short if float(short) == self.budget else f"{self.budget:.12g}").replace("e+", "e")
+        return f"{budget}-{variant}-{size}-lr{self.training.lr:.3g}-s{self.seed}"
 
     @property
     def folder(self) -> Path:
@@ -60,9 +63,10 @@ class Ladder:
         self.variant = variant
         self.shapes: list[ModelConfig] = []
         for dim in widths():
-            shape = variant.shape(dim, vocab, context)
-            if not self.shapes or training_flops(shape) > training_flops(self.shapes[-1]):
-                self.shapes.append(shape)
+            with suppress(InvalidValueError):  # such as more heads of keys than a small model has heads
+                shape = variant.shape(dim, vocab, context)
+                if not self.shapes or training_flops(shape) > training_flops(self.shapes[-1]):
+                    self.shapes.append(shape)
         self.costs = [training_flops(shape) for shape in self.shapes]
 
     def around(self, cost: float, sizes: int, spread: float) -> list[ModelConfig]:
@@ -72,7 +76,7 @@ class Ladder:
         for target in targets:
             near = min(range(len(self.costs)), key=lambda i: abs(math.log(self.costs[i] / target)))
             places.append(max(near, places[-1] + 1 if places else 0))
-        if places[-1] >= len(self.shapes):
+        if places[-1] >= len(self.shapes) or targets[-1] > 4 * self.costs[-1]:
             raise InvalidValueError(
                 f"{self.variant.name} has no model of {targets[-1]:.3g} FLOPs a token: lower --budgets or --spread"
             )
@@ -182,8 +186,8 @@ def memory(cell: Cell) -> float:
     return 16.0 * cell.params + (2.0 if t.dtype == "bfloat16" else 4.0) * kept
 
 
-def check_fits(cells: Sequence[Cell], device: str) -> None:
-    """Refuse cells that no memory here holds."""
+def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
+    """Refuse cells that no memory here holds, `at_once` of them at a time."""
     if device == "cuda":
         import torch
 
@@ -191,10 +195,10 @@ def check_fits(cells: Sequence[Cell], device: str) -> None:
     else:
         have = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     large = max(cells, key=memory)
-    if memory(large) > have:
+    if memory(large) * at_once > have:
         raise DepthgateError(
-            f"{large.name} has {large.params:,} weights and needs about {memory(large) / 2**30:,.0f} GiB, and there "
-            f"are {have / 2**30:,.0f}: lower --budgets, --sizes, --spread or --center"
+            f"{large.name} has {large.params:,} weights and needs about {memory(large) / 2**30:,.0f} GiB "
+            f"({at_once} at a time), and there are {have / 2**30:,.0f}: lower --budgets, --sizes, --spread or --center"
         )
 
 
@@ -202,6 +206,7 @@ def described(cell: Cell) -> dict[str, Any]:
     """What a row of results says before anything was run."""
     model, t = cell.training.model, cell.training
     return {
+        "cell": cell.name,
         "budget": cell.budget,
         "variant": cell.variant,
         "params": cell.params,

@@ -3,12 +3,15 @@
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
-from depthgate.isoflop.cell import in_worker, run_cell
+from depthgate.isoflop.cell import alone, beside, finished, in_worker, run_cell
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Cell
 
@@ -33,27 +36,49 @@ def parallel(config: IsoflopConfig, device: str) -> int:
 
 def _here(cells: Sequence[Cell], config: IsoflopConfig, begins: Callable[[Cell], None]) -> Iterator[Outcome]:
     for cell in cells:
-        begins(cell)
         try:
+            begins(cell)
             yield cell, run_cell(cell, config.measured, quiet=False)
         except Exception as error:  # the other cells are worth having
             yield cell, error
 
 
 def _processes(cells: Sequence[Cell], config: IsoflopConfig, parallel: int) -> Iterator[Outcome]:
-    from concurrent.futures import ProcessPoolExecutor, as_completed
-    from multiprocessing import get_context
-
+    """A process for each cell: what one of them does to itself, no other feels."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["depthgate.isoflop.cell"])  # torch is loaded once
     threads = max(1, len(os.sched_getaffinity(0)) // parallel)
-    pool = ProcessPoolExecutor(min(parallel, max(1, len(cells))), mp_context=get_context("spawn"))
+    waiting, running = deque(cells), dict[Any, tuple[Any, Cell]]()
     try:
-        under_way = {pool.submit(in_worker, cell, config.measured, threads): cell for cell in cells}
-        for future in as_completed(under_way):
-            yield under_way[future], _outcome(future.result)
+        while waiting or running:
+            while waiting and len(running) < parallel:
+                cell = waiting.popleft()
+                process = context.Process(target=alone, args=(cell, config.measured, threads, os.getpid()))
+                process.start()
+                running[process.sentinel] = process, cell
+            for sentinel in wait(list(running)):
+                process, cell = running.pop(sentinel)
+                process.join()
+                if process.exitcode == 130:
+                    raise KeyboardInterrupt
+                yield cell, _ended(cell, process.exitcode)
     finally:
-        for process in list((pool._processes or {}).values()):
+        for process, _ in running.values():
             process.terminate()  # each saves where it is, if it has anything to save
-        pool.shutdown(wait=True, cancel_futures=True)
+        for process, _ in running.values():
+            process.join(60)
+            process.kill()
+
+
+def _ended(cell: Cell, code: int | None) -> dict[str, Any] | Exception:
+    """What a process left behind."""
+    try:
+        if code == 0 and (row := finished(cell)):
+            return row
+        lines = beside(cell, "error").read_text(encoding="utf-8").strip().splitlines() if code == 1 else []
+    except (DepthgateError, OSError) as error:
+        return error
+    return DepthgateError(lines[-1] if lines else f"its process died (exit code {code}): it may need more memory")
 
 
 def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
@@ -64,6 +89,13 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
     ours = not ray.is_initialized()
     if ours:
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+    resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call, unused-ignore]
+    for name, need, have in (
+        ("cpus", config.cpus, resources.get("CPU", 0)),
+        ("gpus", config.gpus, resources.get("GPU", 0)),
+    ):
+        if need > have:
+            raise DepthgateError(f"{name} is {need:g}, but Ray has {have:g} in all: ask for less")
     task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(in_worker)
     under_way = {task.remote(cell, config.measured, config.cpus): cell for cell in cells}
     try:

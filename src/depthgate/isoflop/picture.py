@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgate.isoflop.cell import RESULT
+from depthgate.errors import DepthgateError
 from depthgate.loading import load
 from depthgate.train.routes import piece, routed, routed_layers
 from depthgate.train.run import CONFIG, cache
@@ -17,15 +17,13 @@ from depthgate.view.tokens import routed_text
 
 def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:
     """The beginning of a held-out document in the colours of a cell's routers; None where its folder is gone."""
-    for path in sorted(cells.glob(f"*/{RESULT}")):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if all(told.get(name) == row[name] for name in ("budget", "variant", "params", "seed", "lr")):
-            break
-    else:
-        return None
-    model = load(path.parent)
-    asked = json.loads((path.parent / CONFIG).read_text(encoding="utf-8"))
-    documents = prepare(asked["data"], model.tokenizer, cache(), asked["validation"]).validation
+    folder = cells / row["cell"]
+    try:
+        model = load(folder)
+        asked = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        documents = prepare(asked["data"], model.tokenizer, cache(), asked["validation"]).validation
+    except (DepthgateError, OSError, ValueError, KeyError):
+        return None  # its checkpoints may have been deleted: the figures are what matters
     layers = routed_layers(model)
     tokens, through = routed(model, piece(documents, model.config.context))
     about = (

@@ -26,7 +26,8 @@ def draw(curves: Sequence[Curve], paths: Sequence[Path]) -> None:
                 low, high = curve.costs[0][0], curve.costs[-1][0]
                 xs = [low * (high / low) ** (i / 60) for i in range(61)]
                 axes.plot(xs, [curve.best(x) for x in xs], "-", lw=1.4, **look)
-                axes.plot([curve.params], [curve.loss], "x", ms=9, mew=2, **look)
+                if curve.bracketed:
+                    axes.plot([curve.params], [curve.loss], "x", ms=9, mew=2, **look)
         axes.set(xscale="log", xlabel="parameters", title=f"{budget:g} training FLOPs".replace("e+", "e"))
         axes.grid(alpha=0.3)
         if place == 0:

@@ -19,6 +19,7 @@ from depthgate.view import page as pages
 from depthgate.view.page import Html
 
 Row = Mapping[str, Any]
+_ALONE = "No verdict: there is no dense variant to compare with, or nothing to compare it with."
 _NOTE = (
     "Losses are causal (each router decides from the token alone, as in generation), in nats a token of held-out text. "
     "FLOPs are those of the matrix products, forward and backward, counted from the configuration, attention without "
@@ -72,6 +73,8 @@ def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: Isofl
         _print_table("The best of each variant", _BEST, [_best_line(curve) for curve in curves])
     for verdict in found:
         print(said(verdict))
+    if not found:
+        print(_ALONE)
     for name in ("results.jsonl", "results.csv", *pictures, "report.html"):
         print(out / name)
 
@@ -153,12 +156,18 @@ def _best_line(curve: Curve) -> list[str]:
     return [
         flops(curve.budget),
         curve.variant,
-        f"{curve.loss:.4f}",
-        span(curve.loss_interval, ".4f"),
-        f"{curve.params:,.0f}",
-        span(curve.params_interval, ",.0f"),
-        flops(_forward(curve)),
-        "both sides" if curve.bracketed else "no",
+        *(
+            [
+                f"{curve.loss:.4f}",
+                span(curve.loss_interval, ".4f"),
+                f"{curve.params:,.0f}",
+                span(curve.params_interval, ",.0f"),
+                flops(_forward(curve)),
+                "both sides",
+            ]
+            if curve.bracketed
+            else [f"below {min(loss for _, loss in curve.points):.4f}", "-", "-", "-", "-", "no"]
+        ),
     ]
 
 
@@ -191,7 +200,7 @@ def _page(
     out: Path, rows: Sequence[Row], curves: Sequence[Curve], found: Sequence[Verdict], config: IsoflopConfig
 ) -> Html:
     sections: dict[str, object] = {
-        "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph("No verdict.")]),
+        "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph(_ALONE)]),
         "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
         "The best of each variant": pages.table(_BEST, [_best_line(curve) for curve in curves], _NOTE),
     }
@@ -228,8 +237,8 @@ def _chart(budget: float, curves: Sequence[Curve]) -> Html:
 
 def _trend(curves: Sequence[Curve]) -> Html:
     names = dict.fromkeys(curve.variant for curve in curves)
-    lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name] for name in names}
-    about = "The lowest point of each fitted curve."
+    lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
+    about = "The lowest point of each fitted curve that is bracketed on both sides."
     return pages.line_chart(
         "Best loss", about, lines, "training TFLOPs", "causal loss, nats a token", log_x=True, marks=lines
     )

@@ -2,27 +2,28 @@
 
 import hashlib
 import json
-import sys
-import time
-from collections.abc import Sequence
-from contextlib import closing
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
 from depthgate.isoflop import fit, rates
-from depthgate.isoflop.cell import beside, finished
+from depthgate.isoflop.cell import finished
 from depthgate.isoflop.config import IsoflopConfig
-from depthgate.isoflop.estimate import Speed, duration
+from depthgate.isoflop.estimate import Speed
 from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits
 from depthgate.isoflop.launch import launch, parallel
+from depthgate.isoflop.progress import Progress, short
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.report import print_grid, write
 from depthgate.train import checkpoint, text
+from depthgate.train.batches import Packed
 from depthgate.train.loop import resolve_device
 from depthgate.train.run import cache, check_same, write_json
-from depthgate.train.shards import tokenize
+from depthgate.train.shards import prepare
 from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
 
 GRID, RATES, RESULTS, TOKENIZER = "grid.json", "rates.json", "results.jsonl", "tokenizer"
@@ -37,17 +38,19 @@ def run(config: IsoflopConfig, as_json: bool) -> int:
     """The whole study, or what is left of it; the exit code."""
     study = Study(config)
     if config.dry_run:
-        cells = study.grid.cells()
-        print_grid(cells, Speed([], study.device), as_json)
+        print_grid(study.cells, Speed(study.rows, study.device), as_json)
         return 0
+    with suppress(ValueError):  # only the main thread may; a worker of Ray or Slurm goes on, or saves and ends
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     with study.opened():
         study.run()
         if study.rows:
             write(Path(config.out), study.rows, study.curves, config, as_json)
     if study.failed:
-        names = "\n  ".join(f"{beside(cell, 'error')}: {_short(error)}" for cell, error in study.failed.items())
+        names = "\n  ".join(f"{cell.name}: {short(error)}" for cell, error in study.failed.items())
         raise DepthgateError(
-            f"{len(study.failed)} of {len(study.cells)} cells failed; the same command tries them again:\n  {names}"
+            f"{len(study.failed)} of {len(study.cells)} cells failed; the same command tries them again "
+            f"({study.out / CELLS}/*.error.txt say more):\n  {names}"
         )
     return 0
 
@@ -57,17 +60,19 @@ class Study:
 
     def __init__(self, config: IsoflopConfig) -> None:
         self.config, self.out = config, Path(config.out)
-        self.device = resolve_device(config.device)
+        self.device = _device(config)
         self.told = {name: value for name, value in asdict(config).items() if name not in _FREE}
-        self.told["data_hash"] = text.fingerprint(config.data)
+        self.told["budgets"] = config.budget_list
+        for name in ("data", "validation"):
+            if data := getattr(config, name):
+                self.told[f"{name}_hash"] = text.fingerprint(data)
         self._check_mine()
         tokenizer, vocab = self._tokenizer()
         self.grid = Grid(config, tokenizer, vocab, self.device, self._rates())
         self.cells = self.grid.cells()
-        check_fits(self.cells, self.device)
-        self.rows = [row for cell in self.cells if (row := finished(cell))]
+        self._check_fits(self.cells)
+        self.rows = self._known() + [row for cell in self.cells if (row := finished(cell))]
         self.failed: dict[Cell, Exception] = {}
-        self._check_results()
 
     @property
     def key(self) -> str:
@@ -80,14 +85,17 @@ class Study:
         if not self.out.exists():
             return
         path = self.out / GRID
-        if not self.out.is_dir() or (not path.exists() and any(self.out.iterdir())):
+        strange = self.out.is_dir() and any(not p.name.startswith(".") for p in self.out.iterdir())
+        if not self.out.is_dir() or (strange and not path.exists()):
             raise DepthgateError(f"out is {self.out}, which holds other files than a study's: choose another folder")
         if not path.exists():
             return
         try:
             recorded = json.loads(path.read_text(encoding="utf-8"))
         except ValueError:
-            raise DepthgateError(f"{path} is damaged: choose another --out") from None
+            recorded = None
+        if not isinstance(recorded, dict):
+            raise DepthgateError(f"{path} is damaged: choose another --out")
         grows = _GROWS if self.config.extend else ()
         new, old = ({n: value for n, value in told.items() if n not in grows} for told in (self.told, recorded))
         try:
@@ -100,18 +108,26 @@ class Study:
                 f"{self.out} is another study: choose another --out{more}\n" + "\n".join(lines)
             ) from None
 
-    def _check_results(self) -> None:
-        """Refuse results of another study: they would be written over."""
+    def _known(self) -> list[dict[str, Any]]:
+        """Rows that the study has already, also of cells that it is not asked for now; those of another study are
+        refused, as they would be written over."""
         path = self.out / RESULTS
-        if not path.exists():
-            return
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        found = []
+        for line in lines:
             try:
-                key = json.loads(line).get("study")
-            except (ValueError, AttributeError):
+                row = json.loads(line)
+                key = row.pop("study", None)
+            except (ValueError, AttributeError, TypeError):
                 key = None
             if key != self.key:
-                raise DepthgateError(f"{path} is of another study: choose another --out")
+                raise DepthgateError(f"{path} is of another study, or damaged: choose another --out, or delete it")
+            found.append(row)
+        return found
+
+    def _check_fits(self, cells: Sequence[Cell]) -> None:
+        if self.config.launcher == "local":  # of other machines, nothing is known here
+            check_fits(cells, self.device, parallel(self.config, self.device))
 
     def _tokenizer(self) -> tuple[str, int]:
         """Its name for a cell's training, and its size: what was asked for, where it has yet to be trained."""
@@ -136,19 +152,22 @@ class Study:
         except (ValueError, TypeError, AttributeError):
             raise DepthgateError(f"{path} is damaged: delete it to have the rates found again") from None
 
-    def opened(self) -> Any:
+    @contextmanager
+    def opened(self) -> Iterator[None]:
         """The folder, held by this process alone."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            write_json(self.out / GRID, self.told)
-            return checkpoint.lock(self.out / ".isoflop.lock")
+            with checkpoint.lock(self.out / ".isoflop.lock"):
+                self._check_mine()  # once more, now that no other process can come between
+                write_json(self.out / GRID, self.told)
+                yield
         except OSError as error:
             raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
 
     def run(self) -> None:
         """Everything that is missing."""
         self._prepare()
-        if self.config.lr_sweep and not (self.out / RATES).exists():
+        if self.config.lr_sweep:
             self._sweep()
         self._run(self.cells)
         while more := self._more():
@@ -169,13 +188,13 @@ class Study:
             tokenizer = load_tokenizer(folder)
         else:
             tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else HFTokenizer.from_folder(config.tokenizer)
-        for data in filter(None, (config.data, config.validation)):
-            tokenize(data, tokenizer, cache())
+        shards = prepare(config.data, tokenizer, cache(), config.validation)
+        Packed(shards.train, config.tokens_in_sequence)  # an error where the text is too short
 
     def _sweep(self) -> None:
         """Learning rates for the smallest budget's smallest and largest size of each variant, fitted for all widths."""
-        budget, found = self.config.budget_list[0], dict[str, tuple[float, float]]()
-        for name in self.grid.ladders:
+        budget, found = self.config.budget_list[0], dict(self.grid.rates.fitted)
+        for name in self.grid.ladders.keys() - found.keys():
             shapes = [c.training.model for c in self.cells if (c.budget, c.variant, c.seed) == (budget, name, 0)]
             best = []
             for shape in (shapes[0], shapes[-1]):
@@ -186,6 +205,7 @@ class Study:
                     raise DepthgateError(f"no learning rate of {name} came to an end: see {self.out / SWEEP}")
                 best.append((shape.dim, rates.best_rate(losses)))
             found[name] = rates.fit(best)
+        self.failed.clear()  # a rate that fails is a bad rate, and that is all there is to it
         write_json(self.out / RATES, found)
         self.grid.rates = self._rates()
         self.cells = self.grid.cells()
@@ -197,7 +217,7 @@ class Study:
             missing = [cell for cell in cells if cell.name not in rows]
             if not missing:
                 break
-            progress = _Progress(missing, len(cells), Speed(list(rows.values()), self.device))
+            progress = Progress(missing, len(cells), Speed(list(rows.values()), self.device))
             at_once = parallel(self.config, self.device)
             with closing(launch(missing, self.config, at_once, progress.begins)) as outcomes:  # type: ignore[type-var]
                 for cell, outcome in outcomes:
@@ -215,8 +235,7 @@ class Study:
 
     def _save(self, rows: dict[str, dict[str, Any]]) -> None:
         """results.jsonl: a row for each finished cell, in the order of the grid."""
-        known = {(row["budget"], row["variant"], row["params"], row["seed"], row["lr"]): row for row in self.rows}
-        known |= {(r["budget"], r["variant"], r["params"], r["seed"], r["lr"]): r for r in rows.values()}
+        known = {row["cell"]: row for row in (*self.rows, *rows.values())}
         self.rows = sorted(known.values(), key=lambda r: (r["budget"], r["variant"], r["params"], r["seed"]))
         lines = "".join(json.dumps({**row, "study": self.key}) + "\n" for row in self.rows)
         temporary = self.out / f".{RESULTS}.tmp"
@@ -228,7 +247,7 @@ class Study:
         """By budget, dense first."""
         found = []
         for budget in sorted({row["budget"] for row in self.rows}):
-            for name in sorted({row["variant"] for row in self.rows}, key=lambda name: (name != "dense", name)):
+            for name in sorted({row["variant"] for row in self.rows}, key=lambda name: (name[:5] != "dense", name)):
                 if rows := [r for r in self.rows if (r["budget"], r["variant"]) == (budget, name)]:
                     found.append(fit.curve(rows))
         return found
@@ -242,12 +261,16 @@ class Study:
             shapes = sorted({c.params: c.training.model for c in mine}.items())
             losses = fit.means(curve.points)
             lowest = min(range(len(losses)), key=lambda i: losses[i][1])
-            if len(losses) < len(shapes):
-                continue  # some failed
+            if len(losses) != len(shapes):
+                continue  # some failed, or are not asked for now
             if lowest in (0, len(shapes) - 1) and len(shapes) < config.sizes + config.more_sizes:
                 end = self.grid.ladders[curve.variant].next(shapes[lowest][1], up=lowest > 0)
-                if end is not None:
-                    more += [self.grid.cell(curve.budget, curve.variant, end, seed) for seed in range(config.seeds)]
+                with suppress(DepthgateError):  # a size that cannot be trained is the end of the ladder
+                    new = [
+                        self.grid.cell(curve.budget, curve.variant, end, seed) for seed in range(config.seeds) if end
+                    ]
+                    self._check_fits([*new, *self.cells])
+                    more += new
                 continue
             for _, shape in shapes[max(0, lowest - 1) : lowest + 2]:
                 for seed in range(config.seeds, config.seeds_at_minimum or config.seeds):
@@ -255,33 +278,8 @@ class Study:
         return [cell for cell in more if cell.name not in known]
 
 
-def _short(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
-
-class _Progress:
-    """One line for every cell that begins or ends, with the time that is left, on stderr."""
-
-    def __init__(self, missing: Sequence[Cell], total: int, speed: Speed) -> None:
-        self.left = {cell.name: cell for cell in missing}
-        self.done, self.total, self.speed = total - len(missing), total, speed
-        self.start, self.flops = time.monotonic(), 0.0
-        if self.done and missing:
-            self._say(f"{self.done} of {total} cells are finished")
-
-    def begins(self, cell: Cell) -> None:
-        left = sum(self.speed.seconds(c) for c in self.left.values())
-        steps = f"{cell.training.steps:,} steps, {cell.params:,} weights"
-        self._say(f"cell {self.done + 1} of {self.total}: {cell.name} ({steps}); about {duration(left)} left")
-
-    def ends(self, cell: Cell, outcome: dict[str, Any] | Exception) -> None:
-        self.left.pop(cell.name, None)
-        self.done += 1
-        if isinstance(outcome, Exception):
-            self._say(f"{cell.name} failed: {_short(outcome)}")
-            return
-        self.speed.learn(outcome)
-        self._say(f"{cell.name}: causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s")
-
-    def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+def _device(config: IsoflopConfig) -> str:
+    """What cells run on. With other launchers than local that is not this machine's to say."""
+    if config.launcher == "local":
+        return resolve_device(config.device)
+    return ("cuda" if config.gpus else "cpu") if config.device == "auto" else config.device
