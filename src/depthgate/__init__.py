@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from depthgate._version import __version__
+from depthgate.hf.late import announce
 
 _HOMES = {
     "depthgate.config": ("ModelConfig",),
@@ -16,9 +17,10 @@ _HOMES = {
     "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("layers", "ops", "routing")
+_MODULES = ("hf", "layers", "ops", "routing")
 
 if TYPE_CHECKING:
+    from depthgate import hf as hf
     from depthgate import layers as layers
     from depthgate import ops as ops
     from depthgate import routing as routing
@@ -54,3 +56,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+announce()

@@ -21,6 +21,7 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
+from depthgate.hf.config import ConvertConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 from depthgate.view.config import ViewConfig
@@ -85,6 +86,7 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "eval": (EvalConfig, _late("depthgate.train.evaluate")),
     "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
     "generate": (GenerateConfig, _late("depthgate.generation.command")),
+    "convert": (ConvertConfig, _late("depthgate.hf.command")),
     "view": (ViewConfig, _late("depthgate.showing")),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),

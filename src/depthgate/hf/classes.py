@@ -1,0 +1,131 @@
+"""The classes of routed models, one set for each family, made from transformers' own when somebody asks for one."""
+
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthgate.errors import DepthgateError
+from depthgate.hf.config import Routing
+from depthgate.hf.families import FAMILIES, PREFIX, modeling
+from depthgate.hf.layer import RoutedLayer
+from depthgate.hf.tokens import argument_names, hand_down
+from depthgate.routing.routers import TopTokens
+from depthgate.routing.rules import Predictor, Threshold
+
+ROUTER = "depth_router"
+OLDEST = (5, 18)  # of transformers: the tests pass with it and with 5.22
+
+_Config: Any = object  # in front of classes of transformers
+_Model: Any = object
+
+
+class RoutedConfig(_Config):  # type: ignore[misc]
+    """A family's config with one more value, `depthgate`: see Routing."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.depthgate is not None:  # as in the config that others are compared with
+            Routing.read(self.depthgate, self.num_hidden_layers)
+
+
+class RoutedModel(_Model):  # type: ignore[misc]
+    """A family's causal language model, some layers of which are routed."""
+
+    _keep_in_fp32_modules_strict = (ROUTER,)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        install(self)
+
+    def initialize_weights(self) -> None:
+        """What a checkpoint does not hold: routers that are not in it are neutral."""
+        from transformers.initialization import zeros_
+
+        super().initialize_weights()
+        for part in self.modules():
+            if isinstance(part, TopTokens):
+                neutral(part, zeros_)  # which leaves alone what was loaded
+
+
+def neutral(router: TopTokens, zeros_: Any = nn.init.zeros_) -> None:
+    """Make a router say 0 of every token: the gate is then 1, and the causal rule routes all."""
+    said: list[Any] = [router.proj.weight, router.proj.bias]
+    if isinstance(router.rule, Predictor):
+        said += router.rule.down.parameters()
+    if isinstance(router.rule, Threshold):
+        said += router.rule.buffers()
+    for tensor in said:
+        zeros_(tensor)
+
+
+def install(model: Any) -> None:
+    """Route the layers that the model's config names."""
+    routing = Routing.read(model.config.depthgate, model.config.num_hidden_layers)
+    kind = model.config.model_type.removeprefix(PREFIX)
+    decoder = model.base_model
+    layers = getattr(decoder, FAMILIES[kind].layers)
+    for i in routing.layers:
+        layer = layers[i]
+        router = TopTokens(model.config.hidden_size, routing.capacity, gate=routing.gate, rule=routing.rule)
+        neutral(router)
+        weight = next(layer.parameters())
+        layer.depth_router = router.to(weight.device, torch.float32).train(layer.training)
+        layer.rule_loss = routing.rule_loss
+        layer.__class__ = layer_class(kind)
+    names = argument_names(type(decoder).forward)
+    decoder.register_forward_pre_hook(partial(hand_down, names), with_kwargs=True)
+    for part in (model, decoder):  # names that transformers looks at when it places a model on devices
+        part._no_split_modules = {*(part._no_split_modules or ()), layer_class(kind).__name__}
+    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), ROUTER}
+
+
+@cache
+def layer_class(kind: str) -> type[RoutedLayer]:
+    """The routed decoder layer of a family."""
+    family = FAMILIES[kind]
+    base = getattr(modeling(kind), family.layer)
+    body = {"family": family, "names": argument_names(base.forward)[1:], "__module__": __name__}
+    return type(f"MoD{family.layer}", (RoutedLayer, base), body)
+
+
+@cache
+def model_classes(kind: str) -> tuple[type, type]:
+    """The config and the model of a family, known to transformers' Auto classes."""
+    import transformers
+    from huggingface_hub.dataclasses import strict
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        register_checkpoint_conversion_mapping,
+    )
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not OLDEST <= version < (6, 0):
+        raise DepthgateError(f"transformers is {transformers.__version__}: install 5.18 or a later 5.x")
+    family = FAMILIES[kind]
+    base = getattr(modeling(kind), family.model)
+    body = {
+        "__module__": __name__,
+        "__annotations__": {"depthgate": dict | None},
+        "depthgate": None,
+        "model_type": PREFIX + kind,
+    }
+    config = strict(type(f"MoD{family.config}", (RoutedConfig, base.config_class), body))
+    body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
+    model = type(f"MoD{family.model}", (RoutedModel, base), body)
+    stored = get_checkpoint_conversion_mapping(kind)
+    if stored is not None:  # weights lie in files under other names
+        register_checkpoint_conversion_mapping(PREFIX + kind, stored, overwrite=True)
+    transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
+    return config, model
+
+
+def __getattr__(name: str) -> Any:
+    """A class by its name, as unpickling and transformers ask for it."""
+    for kind, family in FAMILIES.items():
+        if name == f"MoD{family.layer}":
+            return layer_class(kind)
+        if name in (f"MoD{family.config}", f"MoD{family.model}"):
+            return model_classes(kind)[name == f"MoD{family.model}"]
+    raise AttributeError(f"module 'depthgate.hf.classes' has no attribute {name!r}")

@@ -1,0 +1,83 @@
+"""The families of transformers models that can be routed, and what differs between them. Imports nothing heavy.
+
+They share a contract. A decoder has a list of layers; a layer is called as
+
+    layer(hidden_states, attention_mask=, position_ids=, past_key_values=, position_embeddings=, **kwargs)
+
+and returns hidden states with its residual; its attention hands new keys and values to the cache under its own
+layer's number, and takes its mask as it is.
+"""
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from depthgate.errors import DepthgateError, InvalidValueError
+
+PREFIX = "depthgate_"  # of the model type of a routed model
+
+
+class Family(NamedTuple):
+    """Names within transformers: of classes, and of what each family calls the same thing."""
+
+    module: str
+    config: str
+    model: str
+    layer: str
+    layers: str = "layers"  # the decoder's list of layers
+    attention: str = "self_attn"  # a layer's attention
+    cache: str = "past_key_values"  # a layer's argument
+
+
+def _usual(module: str, name: str, config: str | None = None) -> Family:
+    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", f"{name}DecoderLayer")
+
+
+FAMILIES = {
+    "llama": _usual("llama", "Llama"),
+    "qwen3": _usual("qwen3", "Qwen3"),
+    "mistral": _usual("mistral", "Mistral"),
+    "gemma3_text": _usual("gemma3", "Gemma3", "Gemma3TextConfig"),
+    "olmo2": _usual("olmo2", "Olmo2"),
+    "phi3": _usual("phi3", "Phi3"),
+    "granite": _usual("granite", "Granite"),
+    "smollm3": _usual("smollm3", "SmolLM3"),
+    "mixtral": _usual("mixtral", "Mixtral"),
+    "qwen3_moe": _usual("qwen3_moe", "Qwen3Moe"),
+    "gpt_neox": Family(
+        "gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM", "GPTNeoXLayer", attention="attention", cache="layer_past"
+    ),
+    "gpt2": Family("gpt2", "GPT2Config", "GPT2LMHeadModel", "GPT2Block", layers="h", attention="attn"),
+}
+
+
+def modeling(kind: str) -> Any:
+    """The module of transformers that holds a family's classes."""
+    name = FAMILIES[kind].module
+    return import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def family_of(model: Any) -> str:
+    """The family of a model that can be routed."""
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidValueError(f"model is a {type(model).__name__}: it must be a transformers model")
+    config, name = model.config, type(model).__name__
+    kind = config.model_type
+    if kind.startswith(PREFIX):
+        raise InvalidValueError("the model is routed already: change its capacity with dg.hf.set_capacity")
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
+    if kind not in FAMILIES or type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
+        raise InvalidValueError(
+            f"{name} cannot be routed: its decoder layers are not known to be called as layer(hidden_states, "
+            "attention_mask=, position_ids=, past_key_values=, position_embeddings=) and to return hidden states; "
+            f"these are: {', '.join(family.model for family in FAMILIES.values())}"
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise InvalidValueError(f"{name} has quantised weights, which cannot be trained: load it without quantisation")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise InvalidValueError(f"{name} looks at later tokens (use_bidirectional_attention): routing is causal")
+    return str(kind)

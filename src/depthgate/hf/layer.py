@@ -1,0 +1,118 @@
+"""A decoder layer of transformers that only some tokens enter: a class to put in front of the layer's own.
+
+    layer.__class__ = type("MoD...", (RoutedLayer, type(layer)), {...})
+
+Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from depthgate.errors import DepthgateError
+from depthgate.hf.families import Family
+from depthgate.hf.masks import as_asked, visible
+from depthgate.hf.teach import teach
+from depthgate.hf.tokens import KEYWORD, Tokens
+from depthgate.routing.plan import Slots
+from depthgate.routing.routers import TopTokens
+
+if TYPE_CHECKING:
+    _Layer = nn.Module
+else:
+    _Layer = object  # beside the layer's own class, which is a module
+
+
+class RoutedLayer(_Layer):
+    """The router's choice, the layer's own forward on the rows it chose, and the merge of both."""
+
+    family: ClassVar[Family]
+    names: ClassVar[tuple[str, ...]]  # of the arguments of the layer's own forward that come after hidden_states
+    depth_router: TopTokens
+    rule_loss: float
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = hidden_states
+        call = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        tokens: Tokens | None = call.pop(KEYWORD, None)
+        if tokens is None:
+            raise DepthgateError("a routed layer was called by itself, and cannot see padding: call the whole model")
+        store = self._store(call.get(self.family.cache))
+        start = 0 if store is None else store.seen
+        causal = not self.training if tokens.causal is None else tokens.causal
+        pos = None
+        if tokens.valid is not None:
+            pos = torch.where(tokens.valid, start + torch.arange(x.shape[1], device=x.device), -1)
+        plan = self.depth_router(x, pos, causal, doc=tokens.doc)
+        y = x if plan.index.shape[-1] == 0 else self._through(x, plan, start, tokens.doc, store, call)
+        if store is not None:
+            store.seen += x.shape[1]
+        return teach(y, plan, self.depth_router, self.rule_loss)
+
+    def _store(self, cache: Any) -> Any:
+        if cache is None:
+            return None
+        from depthgate.hf.cache_transformers import ragged_layer
+
+        return ragged_layer(cache, self._attention.layer_idx)
+
+    @property
+    def _attention(self) -> Any:
+        return getattr(self, self.family.attention)
+
+    def _through(
+        self, x: Tensor, plan: Slots, start: int, doc: Tensor | None, store: Any, call: dict[str, Any]
+    ) -> Tensor:
+        """x with the chosen tokens taken through the layer."""
+        rows, part = self._entering(plan)
+        if rows is not None and len(rows) == 0:
+            return x
+        mine = x if rows is None else x[rows]
+
+        def chosen(values: Any, fill: int | None = None) -> Any:
+            """Of something a token has, (B, T, ...) or (1, T, ...), that of the chosen ones."""
+            if isinstance(values, tuple):
+                return tuple(chosen(value, fill) for value in values)
+            values = values.expand(x.shape[0], *values.shape[1:])
+            return part.dispatch(values if rows is None else values[rows], fill)[:, 0]
+
+        slots = start + part.index[:, 0]
+        if part.filled is not None:
+            slots = torch.where(part.filled[:, 0], slots, -1)
+        before = store is not None and store.slots is not None
+        keys = slots if store is None else store.expect(slots, x.shape[0], rows)
+        implementation = self._attention.config._attn_implementation
+        window = self._window()
+        wide = window is None or start + x.shape[1] <= window
+        mask = None
+        # Rows that are full, in order and alone need no mask: sdpa is causal by itself, and fastest so.
+        if implementation != "sdpa" or part.filled is not None or doc is not None or not wide or before:
+            allowed = visible(slots, keys, None if doc is None else chosen(doc), window)
+            mask = as_asked(allowed, implementation, x.dtype)
+        call["attention_mask"] = mask
+        for name in ("position_ids", "position_embeddings"):
+            if call.get(name) is not None:
+                call[name] = chosen(call[name])
+        out = super().forward(chosen(x, fill=0), **call)
+        y = part.merge(mine, out[:, None])
+        return y if rows is None else x.to(y.dtype).index_copy(0, rows, y)
+
+    @staticmethod
+    def _entering(plan: Slots) -> tuple[Tensor | None, Slots]:
+        """The rows of the batch that anybody of enters (None: all), and their plan. With gradients all rows are
+        computed, so that every parameter gets one (of 0)."""
+        if plan.filled is None or torch.compiler.is_compiling():
+            return None, plan
+        if plan.causal and bool(plan.filled.all()):  # whoever decides causally has waited for the device already
+            return None, plan._replace(filled=None)
+        if torch.is_grad_enabled():
+            return None, plan
+        rows = plan.filled[:, 0].any(1).nonzero()[:, 0]
+        return (None, plan) if len(rows) == len(plan.index) else (rows, plan.rows(rows, plan.index.shape[-1]))
+
+    def _window(self) -> int | None:
+        """How many slots back attention looks, its own among them; None: all."""
+        attention = self._attention
+        window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        return window

@@ -1,0 +1,43 @@
+"""How a routed layer's causal rule learns inside somebody else's training loop, which knows nothing of plans.
+
+The layer's output carries the lesson: it is the same tensor, and when a gradient comes back through it, the rule's
+loss adds its own, or the threshold moves. That happens once a step with any kind of activation checkpointing, where
+a plan kept on the module would lose its gradient, and a counter would count twice. The rule's loss is not divided by
+the number of accumulated batches, and not multiplied by the scale of a gradient scaler: nobody tells the layer.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgate.routing.losses import causal_bce
+from depthgate.routing.plan import Slots
+from depthgate.routing.routers import TopTokens
+from depthgate.routing.rules import Threshold
+
+
+class _WithLoss(torch.autograd.Function):
+    """y as it is; backwards, `loss` is added to whatever is minimised."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(loss)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (loss,) = ctx.saved_tensors
+        return grad, torch.ones_like(loss)
+
+
+def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
+    """y, through which the rule learns from this plan, if it is one of training."""
+    if plan.causal or not router.training or not torch.is_grad_enabled() or not y.requires_grad:
+        return y
+    if isinstance(router.rule, Threshold):
+        y.register_hook(lambda _: router.update(plan))  # type: ignore[no-untyped-call]
+        return y
+    if weight and plan.decision.requires_grad:
+        return _WithLoss.apply(y, weight * causal_bce(plan))  # type: ignore[no-any-return, no-untyped-call]
+    return y

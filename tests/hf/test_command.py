@@ -1,0 +1,137 @@
+"""`depthgate convert`, from a folder to a folder."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import depthgate as dg
+from depthgate.cli import main
+from tests.hf.zoo import dense, tokens
+
+
+@pytest.fixture
+def folder(tmp_path):
+    dense("qwen3").save_pretrained(tmp_path / "dense")
+    return tmp_path / "dense"
+
+
+def convert(folder, *options):
+    return main(["convert", "--model", str(folder), "--out", str(folder.parent / "routed"), *options])
+
+
+def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "modeling_evil.py").write_text("raise SystemExit")
+    assert convert(folder, "--capacity", "0.3", "--layers", "0,2", "--rule", "threshold") == 0
+    printed = capsys.readouterr().out
+    assert "    2           30%\n    3           100%\n" in printed
+    out = folder.parent / "routed"
+    assert {path.name for path in out.iterdir()} == {*before, "tokenizer.json"}
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.config.depthgate == {
+        "layers": [0, 2],
+        "capacity": 0.3,
+        "gate": "one_plus_tanh",
+        "rule": "threshold",
+        "rule_loss": 0.01,
+    }
+    with torch.no_grad():
+        assert torch.equal(model(tokens(2, 9)).logits, dense("qwen3")(tokens(2, 9)).logits)
+
+
+def test_json_is_one_object(folder, capsys):
+    assert convert(folder, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["routing"]["layers"] == [1, 3]
+    assert found["difference"] < 1e-5
+
+
+def test_a_gate_that_is_not_neutral_fails_and_writes_nothing(folder, capsys):
+    assert convert(folder, "--gate", "sigmoid") == 2
+    assert "differ from the dense model's" in capsys.readouterr().err
+    assert [path.name for path in folder.parent.iterdir()] == ["dense"]
+
+
+def test_auto_measures_on_a_text_and_prints_it(folder, capsys, tmp_path):
+    words = {f"w{i}": i for i in range(96)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    ids = tokens(1, 40)
+    (tmp_path / "text").write_text(" ".join(f"w{i}" for i in ids[0].tolist()))
+    assert convert(folder, "--layers", "auto", "--text", str(tmp_path / "text")) == 0
+    changes = dg.hf.layer_changes(dense("qwen3"), ids)
+    best = sorted(sorted(range(4), key=lambda i: changes[i])[:2])
+    lines = capsys.readouterr().out.splitlines()[1:5]
+    assert [line.split() for line in lines] == [
+        [str(i), f"{changes[i]:.4f}", "50%" if i in best else "100%"] for i in range(4)
+    ]
+    assert AutoModelForCausalLM.from_pretrained(folder.parent / "routed").config.depthgate["layers"] == best
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-500])
+
+
+def lose(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def rewrite(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "why"),
+    [
+        (cut, [], "cannot be loaded"),
+        (lose, [], "has missing weights .model.layers.1.mlp.up_proj.weight"),
+        (lambda f: (f / "config.json").unlink(), [], "has no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), [], "cannot be loaded"),
+        (lambda f: rewrite(f, hidden_size=48), [], "cannot be loaded|mismatched"),
+        (
+            lambda f: rewrite(f, model_type="bert", architectures=["BertLMHeadModel"]),
+            [],
+            "cannot be|missing|unexpected",
+        ),
+        (lambda f: rewrite(f, auto_map={"AutoModelForCausalLM": "evil.Evil"}), [], "names code to run"),
+        (
+            lambda f: rewrite(f, quantization_config={"quant_method": "gptq", "bits": 4}),
+            [],
+            "quantised|cannot be loaded",
+        ),
+        (lambda f: (f.parent / "routed").mkdir(), [], "is there already"),
+        (lambda f: None, ["--layers", "7"], "a layer is 7"),
+        (lambda f: None, ["--layers", "some"], "layers is 'some'"),
+        (lambda f: None, ["--layers", "auto"], "go together"),
+        (lambda f: None, ["--layers", "auto", "--text", "nowhere"], "nowhere is no file"),
+        (lambda f: None, ["--layers", "auto", "--text", __file__], "tokenizer"),
+        (lambda f: None, ["--capacity", "0"], "capacity is 0"),
+        (lambda f: None, ["--rule", "none"], "rule is 'none'"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys, damage, options, why):
+    damage(folder)
+    there = sorted(folder.parent.iterdir())
+    assert convert(folder, *options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("depthgate: error: ")
+    assert re.search(why, error), error
+    assert sorted(folder.parent.iterdir()) == there

@@ -1,0 +1,148 @@
+"""`dg.hf.convert`: what it refuses, what it leaves alone, and which layers it picks."""
+
+import copy
+import pickle
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
+
+import torch
+import transformers
+from torch import nn
+
+import depthgate as dg
+from tests.conftest import close
+from tests.hf.zoo import dense, plans_of, routed, tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"capacity": 0}, "capacity is 0"),
+        ({"capacity": 1.5}, "capacity is 1.5"),
+        ({"capacity": "half"}, "capacity is 'half'"),
+        ({"layers": [4]}, "a layer is 4: it must be a whole number from 0 to 3"),
+        ({"layers": [0, 0]}, "each layer once"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": "odd"}, "layers is 'odd'"),
+        ({"layers": 3}, "layers is 3"),
+        ({"layers": "auto"}, "calibration go together"),
+        ({"calibration": torch.ones(1, 4).long()}, "calibration go together"),
+        ({"layers": "auto", "calibration": "text"}, "needs token ids"),
+        ({"layers": "auto", "calibration": torch.zeros(0, 4).long()}, "needs token ids"),
+        ({"gate": "relu"}, "gate is 'relu'"),
+        ({"rule": "magic"}, "rule is 'magic'"),
+        ({"rule_loss": 2}, "rule_loss is 2"),
+    ],
+)
+def test_a_wrong_option_is_refused_and_the_model_is_as_before(options, why):
+    model = dense("llama")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(dg.DepthgateError, match=why):
+        dg.hf.convert(model, **options)
+    assert type(model) is transformers.LlamaForCausalLM
+    assert model.config.model_type == "llama"
+    assert model.state_dict().keys() == before.keys()
+
+
+def test_models_that_cannot_be_routed_are_refused_by_name():
+    tiny = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    bert = transformers.BertLMHeadModel(transformers.BertConfig(**tiny, is_decoder=True))
+    t5 = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(vocab_size=8, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
+    )
+    head = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**tiny))
+    cross = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True)
+    )
+    both_ways = dense("gemma3_text")
+    both_ways.config.use_bidirectional_attention = True
+    quantised = dense("llama")
+    quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
+    for model, why in [
+        (nn.Linear(2, 2), "model is a Linear"),
+        (bert, "BertLMHeadModel cannot be routed: its decoder layers are not known to be called as layer"),
+        (t5, "reads an encoder's output"),
+        (cross, "reads an encoder's output"),
+        (head, "LlamaForSequenceClassification cannot be routed"),
+        (both_ways, "looks at later tokens"),
+        (quantised, "quantised weights"),
+        (routed("llama"), "routed already"),
+    ]:
+        with pytest.raises(dg.DepthgateError, match=why):
+            dg.hf.convert(model)
+
+
+def test_another_model_of_the_same_config_stays_dense():
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1
+    )
+    one, other = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    dg.hf.convert(one)
+    assert one.config.depthgate["layers"] == [1]
+    assert all(getattr(part, "config", one.config) is one.config for part in one.modules())
+    assert other.config is config
+    assert config.model_type == "llama"
+    assert not hasattr(config, "depthgate")
+
+
+def test_auto_picks_the_layers_that_change_their_tokens_least():
+    model, ids = dense("llama"), tokens(3, 12)
+    with torch.no_grad():
+        for i, share in enumerate((0.05, 1.0, 1.0, 0.01)):
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                model.get_submodule(f"model.layers.{i}.{name}").weight.mul_(share)
+        states = model(ids, output_hidden_states=True).hidden_states
+    changes = dg.hf.layer_changes(model, ids)
+    for i in range(3):  # the last of the recorded states is behind the norm
+        want = ((states[i + 1] - states[i]).norm(dim=-1) / states[i].norm(dim=-1)).mean()
+        close(torch.tensor(changes[i]), want)
+    assert dg.hf.convert(model, layers="auto", calibration=ids).config.depthgate["layers"] == [0, 3]
+
+
+def test_padding_has_no_say_in_how_much_layers_change():
+    model, ids = dense("llama"), tokens(2, 9)
+    longer = torch.cat([ids, tokens(2, 5, seed=3)], 1)
+    mask = (torch.arange(14) < 9).long().expand(2, 14)
+    padded = dg.hf.layer_changes(model, {"input_ids": longer, "attention_mask": mask})
+    close(torch.tensor(padded), torch.tensor(dg.hf.layer_changes(model, ids)))
+
+
+@pytest.mark.parametrize("rule", ["scores", "predictor", "threshold"])
+def test_a_new_model_evaluates_as_the_dense_one_at_any_capacity(rule):
+    model, ids = dense("llama"), tokens(2, 12)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        dg.hf.convert(model, 0.25, rule=rule)
+        assert torch.equal(model(ids, use_cache=False).logits, want)
+        assert not torch.allclose(model.train()(ids, use_cache=False).logits, want)
+
+
+def test_training_routes_the_share_that_capacity_says_and_evaluation_what_the_rule_says():
+    model, ids = routed("llama"), tokens(2, 12)
+    with torch.no_grad(), plans_of(model) as plans:
+        for training, causal, asked in [(True, False, None), (False, True, None), (False, False, False)]:
+            plans.clear()
+            model.train(training)(ids, causal_routing=asked)
+            assert [plan.causal for plan in plans] == [causal, causal]
+            if not causal:
+                assert all((plan.chosen.sum(1) == 3).all() for plan in plans)
+        plans.clear()
+        dg.hf.set_capacity(model, 0.5)
+        model.train()(ids)
+        assert all((plan.chosen.sum(1) == 6).all() for plan in plans)
+    assert model.config.depthgate["capacity"] == 0.5
+    with pytest.raises(dg.DepthgateError, match="capacity is 2"):
+        dg.hf.set_capacity(model, 2)
+    with pytest.raises(dg.DepthgateError, match="no routed layers"):
+        dg.hf.set_capacity(dense("llama"), 0.5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_copies_and_pickles_are_the_same_model(kind):
+    model, ids = routed(kind), tokens(2, 9)
+    with torch.no_grad():
+        want = model(ids).logits
+        assert torch.equal(copy.deepcopy(model)(ids).logits, want)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(ids).logits, want)

@@ -1,0 +1,126 @@
+"""What is saved comes back, in a process that knows nothing but `import depthgate`; and a config is strict."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import depthgate as dg
+from depthgate.hf.conversion import routed_layers
+from tests.conftest import close
+from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens, with_random_routers
+
+RULES = ("scores", "predictor", "threshold")
+LOADS = """
+import sys
+import {first}
+import {second}
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+torch.set_num_threads(1)
+for folder in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        ids = torch.load(folder + "/ids.pt")
+        torch.save((model(ids).logits, model.state_dict(), model.dtype), folder + "/found.pt")
+"""
+
+
+def half(rule: str, folder: Path):
+    """A routed model that was loaded in bfloat16; its routers are in float32."""
+    dense("llama").bfloat16().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return with_random_routers(dg.hf.convert(model, 0.25, rule=rule))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kinds"),
+    [("depthgate", "transformers", FAMILY_NAMES), ("transformers", "depthgate", ["gpt2", "gemma3_text"])],
+)
+def test_a_fresh_process_loads_every_family_and_rule(tmp_path, first, second, kinds):
+    models = {kind: routed(kind, rule=RULES[i % 3]) for i, kind in enumerate(kinds)}
+    models |= {rule: half(rule, tmp_path / "dense") for rule in RULES if kinds is FAMILY_NAMES}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+        torch.save(tokens(2, 10), tmp_path / name / "ids.pt")
+    folders = [str(tmp_path / name) for name in models]
+    code = LOADS.format(first=first, second=second)
+    subprocess.run([sys.executable, "-c", code, *folders], check=True, timeout=120)
+    for name, model in models.items():
+        logits, state, dtype = torch.load(tmp_path / name / "found.pt")
+        assert dtype == model.dtype
+        for key, value in model.state_dict().items():
+            assert state[key].dtype == value.dtype, key
+            assert torch.equal(state[key], value), key
+        with torch.no_grad():
+            close(logits, model(tokens(2, 10)).logits)
+
+
+def test_a_reloaded_model_trains_and_generates_as_before(tmp_path):
+    model = routed("qwen3", rule="predictor")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert [layer.depth_router.capacity for layer in routed_layers(again)] == [0.25, 0.25]
+    ids = tokens(2, 12)
+    how = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **how), again.generate(ids, **how))
+    losses = [m.train()(ids, labels=ids, use_cache=False).loss for m in (model, again)]
+    assert torch.equal(*losses)
+
+
+def test_a_dense_checkpoint_loads_into_a_routed_class_and_is_neutral(tmp_path):
+    model = dense("llama")
+    model.save_pretrained(tmp_path)
+    from depthgate.hf.classes import MoDLlamaConfig, MoDLlamaForCausalLM
+
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["model_type"]
+    config = MoDLlamaConfig(**raw, depthgate={"layers": [1, 2], "capacity": 1.0})
+    found, info = MoDLlamaForCausalLM.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    assert all("depth_router" in key for key in info["missing_keys"])
+    with torch.no_grad():
+        ids = tokens(2, 9)
+        assert torch.equal(found(ids).logits, model(ids).logits)
+        assert torch.equal(found(ids, causal_routing=False, use_cache=False).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"layers": [0], "capacty": 0.5}, "unknown keys .capacty"),
+        ({"layers": [0], "capacity": 0}, "capacity is 0"),
+        ({"layers": [4]}, "a layer is 4"),
+        ({"layers": [-1]}, "a layer is -1"),
+        ({"layers": [1, 1]}, "each layer once"),
+        ({"layers": []}, "layers is empty"),
+        ({"layers": "0"}, "layers is '0'"),
+        ({"layers": [0], "gate": "os.system"}, "gate is 'os.system'"),
+        ({"layers": [0], "rule": 3}, "rule is 3"),
+        ({"layers": [0], "rule_loss": -1}, "rule_loss is -1"),
+        ({"capacity": 0.5}, "does not say which layers"),
+    ],
+)
+def test_a_config_with_a_wrong_value_is_refused(tmp_path, values, why):
+    routed("llama").save_pretrained(tmp_path)
+    path = Path(tmp_path, "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "depthgate": values}))
+    with pytest.raises(dg.DepthgateError, match=why):
+        AutoConfig.from_pretrained(tmp_path)
+
+
+def test_a_config_without_routing_makes_no_model():
+    from depthgate.hf.classes import MoDLlamaConfig, MoDLlamaForCausalLM
+
+    with pytest.raises(dg.DepthgateError, match="which layers"):
+        MoDLlamaForCausalLM(MoDLlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1))
