@@ -275,8 +275,8 @@ def test_marks_by_hand() -> None:
 
 def test_routed_text_by_hand() -> None:
     made = routed_text(["a", "<b>", "\n", "\u202e", "c"], [[], [2], [4], [2, 4], [2]], [2, 4])
-    assert '<span class="skipped" title="a: no routed layer">a</span>' in made
-    assert '<span class="token" style="--share:0.5" title="&lt;b&gt;: layers 2">&lt;b&gt;</span>' in made
+    assert '<span class="skipped" data-t="0" title="a: no routed layer">a</span>' in made
+    assert '<span class="token" data-t="1" style="--share:0.5" title="&lt;b&gt;: layers 2">&lt;b&gt;</span>' in made
     assert 'title="↵: layers 4"><span class="sign">↵</span></span>\n' in made
     assert 'style="--share:1" title="\\u202e: layers 2, 4"' in made
     assert "no routed layer: 1 of 5 tokens" in made
