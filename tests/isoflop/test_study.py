@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -183,8 +184,13 @@ def test_no_worker_outlives_its_study(home, tmp_path, how):
 
 def _members(session: int) -> list[str]:
     """Processes of a session that still run."""
-    listed = subprocess.run(["ps", "-s", str(session), "-o", "stat=,args="], capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if not line.startswith("Z")]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, _, its_session, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its_session) == session and state != "Z":
+                found.append(path.parent.name)
+    return found
 
 
 def test_a_worker_that_dies_takes_no_other_cell_with_it(home, tmp_path, capfd):
