@@ -131,6 +131,16 @@ class ModelConfig:
         return tuple(i for i, kind in enumerate(self.kinds) if kind in ROUTED_KINDS)
 
 
+def check_vocab(tokenizer: str, vocab: int | None) -> None:
+    """A bpe tokenizer has a size, and no other takes one."""
+    if vocab is not None and tokenizer != "bpe":
+        raise InvalidValueError(f"vocab is {vocab}: only --tokenizer bpe takes one; leave it out")
+    if tokenizer == "bpe":
+        if vocab is None:
+            raise InvalidValueError("tokenizer is 'bpe' without a size: give one, as --vocab 8192")
+        check_count(vocab, "vocab", minimum=257, maximum=2**20)
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Train a decoder language model on text.
@@ -233,12 +243,7 @@ class TrainConfig:
         check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
         if self.tracker is not None:
             check_choice(self.tracker, "tracker", ("tensorboard", "trackio", "wandb"))
-        if self.vocab is not None and self.tokenizer != "bpe":
-            raise InvalidValueError(f"vocab is {self.vocab}: only --tokenizer bpe takes one; leave it out")
-        if self.tokenizer == "bpe":
-            if self.vocab is None:
-                raise InvalidValueError("tokenizer is 'bpe' without a size: give one, as --vocab 8192")
-            check_count(self.vocab, "vocab", minimum=257, maximum=2**20)
+        check_vocab(self.tokenizer, self.vocab)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from depthgate.config import check_vocab
 from depthgate.errors import InvalidValueError, check_choice, check_count, check_positive
 from depthgate.isoflop.variants import Variant, parsed
 
@@ -92,12 +93,7 @@ class IsoflopConfig:
             raise InvalidValueError(f"gpus is {self.gpus}: it must be {whole}from 0 to 1024")
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
         check_choice(self.launcher, "launcher", ("local", "ray", "submitit"))
-        if self.vocab is not None and self.tokenizer != "bpe":
-            raise InvalidValueError(f"vocab is {self.vocab}: only --tokenizer bpe takes one; leave it out")
-        if self.tokenizer == "bpe":
-            if self.vocab is None:
-                raise InvalidValueError("tokenizer is 'bpe' without a size: give one, as --vocab 8192")
-            check_count(self.vocab, "vocab", minimum=257, maximum=2**20)
+        check_vocab(self.tokenizer, self.vocab)
 
     @property
     def budget_list(self) -> list[float]:

@@ -27,6 +27,15 @@ _NOTE = (
 )
 
 
+_SHAPE = ("budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens")
+
+
+def _shape(row: Row) -> list[str]:
+    """What a cell is, for the columns of _SHAPE."""
+    size, weights, tokens = f"{row['layers']} x {row['dim']}", f"{row['params']:,}", f"{row['tokens']:,}"
+    return [flops(row["budget"]), row["variant"], size, weights, flops(row["flops_per_token"]), tokens]
+
+
 def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool) -> None:
     """What would be run."""
     seconds = [speed.seconds(cell) for cell in cells]
@@ -34,15 +43,10 @@ def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"cells": rows, "flops": sum(c.flops for c in cells), "estimated_seconds": sum(seconds)}))
         return
-    heads = ("budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens", "steps", "lr", "time")
+    heads = (*_SHAPE, "steps", "lr", "time")
     lines = [
         (
-            flops(row["budget"]),
-            row["variant"],
-            f"{row['layers']} x {row['dim']}",
-            f"{row['params']:,}",
-            flops(row["flops_per_token"]),
-            f"{row['tokens']:,}",
+            *_shape(row),
             f"{row['steps']:,}",
             f"{row['lr']:g}",
             duration(row["estimated_seconds"]),
@@ -245,16 +249,10 @@ def _trend(curves: Sequence[Curve]) -> Html:
 
 
 def _cells(rows: Sequence[Row]) -> Html:
-    heads = ["budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens", "lr", "seed"]
-    heads += ["causal loss", "top-k loss", "routed", "seconds"]
+    heads = (*_SHAPE, "lr", "seed", "causal loss", "top-k loss", "routed", "seconds")
     lines = [
         [
-            flops(row["budget"]),
-            row["variant"],
-            f"{row['layers']} x {row['dim']}",
-            f"{row['params']:,}",
-            flops(row["flops_per_token"]),
-            f"{row['tokens']:,}",
+            *_shape(row),
             f"{row['lr']:g}",
             row["seed"],
             f"{row['loss_causal']:.4f}",

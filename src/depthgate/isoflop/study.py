@@ -40,9 +40,7 @@ def run(config: IsoflopConfig, as_json: bool) -> int:
     if config.dry_run:
         print_grid(study.cells, Speed(study.rows, study.device), as_json)
         return 0
-    with suppress(ValueError):  # only the main thread may; a worker of Ray or Slurm goes on, or saves and ends
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with study.opened():
+    with _terminated_as_interrupted(), study.opened():
         study.run()
         if study.rows:
             write(Path(config.out), study.rows, study.curves, config, as_json)
@@ -53,6 +51,19 @@ def run(config: IsoflopConfig, as_json: bool) -> int:
             f"({study.out / CELLS}/*.error.txt say more):\n  {names}"
         )
     return 0
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Have SIGTERM end a study as Ctrl-C does, so that whatever it started is ended too."""
+    before = None
+    with suppress(ValueError):  # only the main thread may
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 class Study:
