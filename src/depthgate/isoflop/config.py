@@ -15,7 +15,7 @@ class IsoflopConfig:
         data: text, as for depthgate train
         out: folder of the study: every cell's run, results.jsonl, results.csv and report.html
         budgets: training FLOPs, separated by commas
-        sizes: models of each variant at each budget
+        sizes: models of each variant at each budget; a minimum needs three, one is enough to try many variants
         variants: dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its
             training, as in mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3
         seeds: seeds of every cell
@@ -71,7 +71,7 @@ class IsoflopConfig:
     def __post_init__(self) -> None:
         assert self.budget_list
         assert self.variant_list
-        check_count(self.sizes, "sizes", minimum=3, maximum=99)
+        check_count(self.sizes, "sizes", maximum=99)
         for name, most in (("seeds", 99), ("cpus", 1024), ("minutes", 10**6), ("measured", 2**40)):
             check_count(getattr(self, name), name, maximum=most)
         if self.parallel is not None:
