@@ -72,7 +72,7 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
     for dim in widths()[:40]:
         shape = parsed("dense").shape(dim, 257, 256)
         assert (shape.dim // shape.heads) % 8 == 0
-        assert shape.dim // shape.heads <= 64
+        assert shape.dim // shape.heads <= 80
 
 
 def test_neighbours_of_a_size():
@@ -90,7 +90,7 @@ def test_neighbours_of_a_size():
         ({"budgets": "1e12,x"}, "give FLOPs"),
         ({"budgets": "1e12,1e12"}, "stands twice"),
         ({"budgets": "nan"}, "budgets is nan"),
-        ({"sizes": 2}, "sizes is 2"),
+        ({"sizes": 0}, "sizes is 0"),
         ({"variants": "dense,mdo"}, "did you mean 'moe'"),
         ({"variants": "dense,dense"}, "stands twice"),
         ({"variants": "mod:capacity=2"}, "capacity is 2"),
