@@ -144,8 +144,9 @@ def _full(data: str) -> str:
 
 
 def batch_for(budget: float, context: int) -> int:
-    """Sequences in a step: 2,048 tokens at 1e12 FLOPs, and 32,768 at 3e15; a power of two."""
-    sequences = 2048 * (budget / 1e12) ** 0.35 / context
+    """Sequences in a step: about 1,024 tokens at 1e12 FLOPs, and 16,384 at 1e16; a power of two. Twice as many and more
+    cost small models a lot (docs/log.md)."""
+    sequences = 1024 * (budget / 1e12) ** 0.3 / context
     return 1 << max(0, round(math.log2(sequences)))
 
 
