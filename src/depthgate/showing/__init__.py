@@ -1,0 +1,12 @@
+"""`depthgate view`: what a model does with a text, or how runs went; as a page, a picture, or on the terminal."""
+
+from depthgate.view.config import ViewConfig
+
+
+def run(config: ViewConfig, as_json: bool) -> None:
+    """One of the two."""
+    if config.model is not None:
+        from depthgate.showing.models import show
+    else:
+        from depthgate.showing.runs import show
+    show(config, as_json)
