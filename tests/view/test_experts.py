@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from depthgate.routing import Groups, Plans, Slots
 from depthgate.showing.models import read
 from depthgate.showing.readers import DecoderReader
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
+from depthgate.view.routes import Routes
 from depthgate.view.terminal import print_routes
 from tests.view.pages import page_data, view, view_model
 
@@ -122,17 +124,20 @@ def test_pictures_are_written_and_odd_tokens_do_not_harm(run, runs, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a.svg", "b.png", "b.svg"}  # and no page
 
 
-def test_the_terminal_colours_by_depth(run, capfd):
-    found, experts = read(DecoderReader(dg.load(run)), dg.load(run).tokenizer.encode("a lazy [red]dog\x1b[2J"))
-    console = Console(width=80, force_terminal=True, color_system="truecolor", record=True)
+def test_the_terminal_colours_by_depth_and_obeys_no_text(run, capfd):
+    on, off = True, False
+    choice = [[off, on, on], [off, off, on]]
+    numbers = [[0.0] * 3] * 2
+    found = Routes(["[red]", "b\x1b[2J", "c\n"], [2, 4], 4, numbers, numbers, choice, choice, choice, [0.0] * 3)
+    console = Console(width=80, force_terminal=True, color_system="truecolor")
     with console.capture() as said:
-        print_routes(found, experts, console)
+        print_routes(found, [ExpertLayer(1, 2, 1, [[0], [0], [2]])], console)
+    backgrounds = re.findall(r"48;2;([\d;]+)m(\S*?)\x1b", said.get())
+    assert backgrounds[:2] == [("134;173;238", "b␛[2J"), ("31;95;191", "c")]  # one of two layers, both
+    assert said.get().startswith("[red]\x1b[")  # none, as it is
     assert "\x1b[2J" not in said.get()
-    assert "[red]" in console.export_text()
-    plain = Console(width=80, no_color=True)
-    with plain.capture() as said:
-        print_routes(found, experts, plain)
-    for share in found.shares(found.causal):
-        assert f"{share:.1%}" in said.get()
+    assert "66.7%" in said.get()
     assert view("--model", run, "--prompt", "a lazy dog", "--terminal") == 0
-    assert "routed layers:" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "a lazy dog" in out
+    assert "\x1b" not in out  # no terminal, no colours

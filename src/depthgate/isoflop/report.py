@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.bench.measure import machine
+from depthgate.errors import DepthgateError
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed, duration
 from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
 from depthgate.isoflop.grid import CELLS, Cell, described
 from depthgate.view import charts
 from depthgate.view import page as pages
+from depthgate.view.output import replace
 from depthgate.view.page import Html
 
 Row = Mapping[str, Any]
@@ -67,7 +69,7 @@ def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: Isofl
         writer.writeheader()
         writer.writerows(rows)
     page = _page(out, rows, curves, found, config)
-    (out / "report.html").write_text(page, encoding="utf-8")
+    replace(out / "report.html", page)
     pictures = _pictures(out, curves)
     if as_json:
         best = [_summary(curve) for curve in curves]
@@ -90,8 +92,8 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
     names = ["curves.png", "curves.svg"]
     try:
         draw(curves, [out / name for name in names])
-    except ImportError:
-        print("no pictures for papers: pip install 'depthgate[plot]'", file=sys.stderr)
+    except DepthgateError as error:
+        print(f"no pictures for papers: {error}", file=sys.stderr)
         return []
     return names
 

@@ -16,11 +16,19 @@ def check_out(path: Path) -> Path:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """In place of what was there, at once."""
+    """What `replace` does, for a file that the user has named."""
+    try:
+        replace(path, content)
+    except OSError as error:
+        raise DepthgateError(f"cannot write {path} ({error.strerror}): name another file") from None
+
+
+def replace(path: Path, content: str | bytes) -> None:
+    """Put a file in place of what was there, at once."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
         os.replace(part, path)
-    except OSError as error:
+    except OSError:
         part.unlink(missing_ok=True)
-        raise DepthgateError(f"cannot write {path} ({error.strerror}): name another file") from None
+        raise
