@@ -20,6 +20,8 @@ from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Grid
 from depthgate.isoflop.rates import Rates
 from tests.train.tiny import write_data
+from tests.view.chromium import Browser
+from tests.view.test_reports_browser import check_report
 
 GRID = ["--budgets", "1e9,2e9", "--sizes", "3", "--context", "32", "--measured", "2000", "--device", "cpu"]
 NEEDED = {"budget", "variant", "params", "flops_per_token", "tokens", "loss", "loss_causal", "seed", "seconds", "lr"}
@@ -68,6 +70,16 @@ def test_a_whole_study(finished):
     assert 'class="token"' in page or 'class="skipped"' in page  # the routed text
     for name in ("curves.png", "curves.svg"):
         assert (finished / name).stat().st_size > 5000
+
+
+def test_its_report_opens_in_a_browser(finished, tmp_path):
+    assert main(["view", str(finished), "--out", str(tmp_path / "page.html")]) == 0
+    browser = Browser()
+    try:
+        for width in (390, 1280):
+            check_report(browser, tmp_path / "page.html", width)
+    finally:
+        browser.close()
 
 
 def test_the_rows_are_those_of_the_grid(home, finished):
