@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
-from depthgate.view.page import Html, html
+from depthgate.view.page import Html, html, join
 
 Points = Sequence[tuple[float, float]]
 
@@ -28,9 +28,11 @@ def line_chart(
     log_y: bool = False,
     marks: Mapping[str, Points] | None = None,
     from_zero: bool = False,
+    readable: bool = False,
 ) -> Html:
     """One line for each series (name -> points), with axes, ticks and a legend. `marks` are drawn as single points:
     their first series in the colour of the first line, and so on. `from_zero` has 0 on the upright axis.
+    `readable`: the page has charts.js, which reads numbers off the lines.
 
     `description` is the figure's caption, and what a screen reader says. Points that cannot be drawn (not finite, or
     not above 0 on a log axis) leave a gap.
@@ -55,20 +57,25 @@ def line_chart(
         parts.append(f'<text x="{x}" y="{bottom + 20}" text-anchor="middle">{tick:g}</text>')
     parts.append(f'<text x="{LEFT + PLOT_WIDTH / 2}" y="{HEIGHT - 6}" text-anchor="middle">{html(x_label)}</text>')
     parts += _scale(y_ticks, down, y_label)
-    for number, pieces in enumerate(lines.values()):
+    for number, (name, pieces) in enumerate(lines.items()):
         for piece in pieces:
             at = [f"{across(x):.1f},{down(y):.1f}" for x, y in piece]
             if len(at) == 1:  # a line needs two ends, and a lone value is to be seen
                 cx, cy = at[0].split(",")
                 parts.append(f'<circle cx="{cx}" cy="{cy}" r="4" fill="{_colour(number)}"/>')
             else:
-                parts.append(f'<polyline class="series" {_stroke(number)} points="{" ".join(at)}"/>')
+                told = f' data-name="{html(name)}" data-values="{_values(piece)}"' if readable else ""
+                parts.append(f'<polyline class="series" {_stroke(number)} points="{" ".join(at)}"{told}/>')
     for number, pieces in enumerate(dots.values()):
         parts += [_mark(number, across(x), down(y), f"{x:.4g}, {y:.4g}") for piece in pieces for x, y in piece]
     keys = [_key(f'<line class="series" x1="0" x2="36" y1="6" y2="6" {_stroke(n)}/>', s) for n, s in enumerate(lines)]
     keys += [_key(_mark(number, 18, 6, ""), name) for number, (name, pieces) in enumerate(dots.items()) if pieces]
+    drawing = svg(title, description, WIDTH, HEIGHT, parts, _room(y_ticks))
+    if readable:
+        drawing = Html(drawing.replace("<svg ", f'<svg tabindex="0" data-plot="{TOP} {TOP + PLOT_HEIGHT}" ', 1))
+        drawing = join([drawing, Html('<p class="said" role="status" aria-live="polite"></p>')])
     return Html(
-        f'<figure>{svg(title, description, WIDTH, HEIGHT, parts, _room(y_ticks))}\n<ul class="legend">'
+        f'<figure>{drawing}\n<ul class="legend">'
         f"{''.join(keys)}</ul>\n"
         f"<figcaption><strong>{html(title)}.</strong> {html(description)}</figcaption></figure>"
     )
@@ -161,6 +168,11 @@ def _drawable(points: Points, log_x: bool, log_y: bool) -> list[Points]:
     fine = [math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x) and (y > 0 or not log_y) for x, y in points]
     cuts = [-1, *(i for i, good in enumerate(fine) if not good), len(points)]
     return [points[a + 1 : b] for a, b in pairwise(cuts) if b - a > 1]
+
+
+def _values(points: Points) -> str:
+    """The numbers of a line, as a reader wants them."""
+    return " ".join(f"{x:.6g},{y:.5g}" for x, y in points)
 
 
 def _colour(number: int) -> str:

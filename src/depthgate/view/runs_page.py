@@ -30,7 +30,7 @@ def runs_page(runs: Sequence[Run], live: bool = False) -> Html:
     sections: dict[str, object] = {"": pages.join([*about, _axis_buttons()])}
     drawn = [_loss, *[_shares] * any(run.layers for run in runs), _speed]
     sections["How they went"] = _switched(lambda axis: pages.row([chart(runs, axis) for chart in drawn]))
-    sections["Where they stand"] = _table(runs)
+    sections["Where they stand"] = pages.join([_table(runs), pages.script("charts.js")])
     return pages.page(f"depthgate view: {names}", sections, live=live)
 
 
@@ -82,7 +82,7 @@ def _loss(runs: Sequence[Run], axis: str) -> Html:
     marks = resume_marks(runs, axis)
     more = " Marks: where a run was resumed." if any(marks.values()) else ""
     about = f"Training loss, routed by the top k. {_means(size)}{more}"
-    return charts.line_chart("Loss", about, points, unit(runs, axis)[1], "nats a token", marks=marks)
+    return charts.line_chart("Loss", about, points, unit(runs, axis)[1], "nats a token", marks=marks, readable=True)
 
 
 def _shares(runs: Sequence[Run], axis: str) -> Html:
@@ -90,14 +90,16 @@ def _shares(runs: Sequence[Run], axis: str) -> Html:
         "each routed layer." if len(runs) == 1 else "a routed layer, the mean of all of them."
     )
     return charts.line_chart(
-        "Routed share", about, shares(runs, axis), unit(runs, axis)[1], "share of tokens", from_zero=True
+        "Routed share", about, shares(runs, axis), unit(runs, axis)[1], "share of tokens", from_zero=True, readable=True
     )
 
 
 def _speed(runs: Sequence[Run], axis: str) -> Html:
     points, size = lines(runs, axis, "tokens_per_second")
     about = f"Tokens a second, of training steps alone: no checkpoints, no start. {_means(size)}"
-    return charts.line_chart("Throughput", about, points, unit(runs, axis)[1], "tokens a second", from_zero=True)
+    return charts.line_chart(
+        "Throughput", about, points, unit(runs, axis)[1], "tokens a second", from_zero=True, readable=True
+    )
 
 
 def _axis_buttons() -> Html:
