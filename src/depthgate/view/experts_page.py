@@ -43,6 +43,8 @@ def _load(layer: ExpertLayer) -> Html:
         bars["null"] = layer.null_share
     about = f"The share of the choices that each expert has. The line: all {layer.experts + layer.null_experts} alike."
     even = 1 / (layer.experts + layer.null_experts)
+    if layer.null_experts > 1:
+        about += f" The bar of the {layer.null_experts} null experts is that of all of them together."
     return charts.bar_chart(f"Layer {layer.layer}, load of its experts", about, bars, "share of the choices", even)
 
 

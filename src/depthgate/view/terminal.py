@@ -15,7 +15,7 @@ from depthgate.view.runs import Run, curve
 from depthgate.view.runs_page import model
 from depthgate.view.tokens import visible
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
+_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", ".:-=+*#@"  # from little to much
 # From no routed layer to all of them; without colours, brackets and bold say less, but something.
 _SHADES = ("", "on #d9e6fb", "on #b4cdf6", "on #86adee", "on #5a8fe0", "on #1f5fbf")
 
@@ -29,12 +29,12 @@ def print_routes(found: Routes, experts: Sequence[ExpertLayer], console: Console
     else:
         console.print(_coloured(found))
         console.print(_legend(len(found.layers)))
-        console.print(_layers(found, max(10, console.width - 38)))
+        console.print(_layers(found, max(10, console.width - 38), _blocks(console)))
     for layer in experts:
         table = Table("expert", "load", "", title=f"layer {layer.layer}: experts", box=box.SIMPLE)
         shares = [*((str(e), share) for e, share in enumerate(layer.load)), ("null", layer.null_share)]
         for name, share in shares[: len(shares) if layer.null_experts else -1]:
-            table.add_row(name, f"{share:.1%}", "█" * round(share * 40))
+            table.add_row(name, f"{share:.1%}", _blocks(console)[-1] * round(share * 40))
         console.print(table)
 
 
@@ -59,22 +59,26 @@ def _legend(most: int) -> Text:
     return text
 
 
-def _layers(found: Routes, width: int) -> Table:
+def _layers(found: Routes, width: int, blocks: str) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layer", "routed", "top k", "rule right"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("where, from first to last token", no_wrap=True)
     parts = zip(found.layers, found.shares(found.causal), found.shares(found.top_k), found.accuracy, strict=True)
     for (layer, causal, best, right), row in zip(parts, found.causal, strict=True):
-        table.add_row(str(layer), f"{causal:.1%}", f"{best:.1%}", f"{right:.1%}", _strip(row, width))
+        table.add_row(str(layer), f"{causal:.1%}", f"{best:.1%}", f"{right:.1%}", _strip(row, width, blocks))
     return table
 
 
-def _strip(row: Sequence[bool], width: int) -> str:
-    """A row of the map: one block for some tokens, as high as the share of them that is routed; a dot for none."""
+def _blocks(console: Console) -> str:
+    return _ASCII if console.options.ascii_only else _BLOCKS
+
+
+def _strip(row: Sequence[bool], width: int, blocks: str) -> str:
+    """A row of the map: one block for some tokens, as high as the share of them that is routed; nothing for none."""
     size = max(1, -(-len(row) // width))
     shares = [fmean(row[i : i + size]) for i in range(0, len(row), size)]
-    return "".join("·" if share == 0 else _BLOCKS[min(7, int(share * 8))] for share in shares)
+    return "".join(" " if share == 0 else blocks[min(7, int(share * 8))] for share in shares)
 
 
 def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
@@ -95,17 +99,17 @@ def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
             ", ".join(map(str, at["resumed_after"])) or "-",
         ]
         about = Text(f"{visible(run.name, kept=' ')}\n{visible(model(run), kept=' ')}")
-        table.add_row(about, *shown, _spark(run))
+        table.add_row(about, *shown, _spark(run, _blocks(console)))
     console.print(table)
     for run in runs:
         for note in run.notes:
             console.print(Text(f"{visible(run.name, kept=' ')}: {note}"))
 
 
-def _spark(run: Run, width: int = 20) -> str:
+def _spark(run: Run, blocks: str, width: int = 20) -> str:
     values = [y for _, y in curve(run, "step", "loss", width)[0]]
     known = [y for y in values if y == y]
     if not known:
         return ""
     low, high = min(known), max(known)
-    return "".join(" " if y != y else _BLOCKS[int((y - low) / (high - low or 1) * 7)] for y in values)
+    return "".join(" " if y != y else blocks[int((y - low) / (high - low or 1) * 7)] for y in values)
