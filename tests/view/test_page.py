@@ -107,4 +107,4 @@ def test_long_numbers_find_room() -> None:
     chart = charts.line_chart("t", "d", {"a": [(0.0, 0.12495), (1.0, 0.125)]}, "x", "y")
     longest = max(len(tick) for tick in re.findall(r'text-anchor="end">([\d.]+)<', chart))
     assert longest > 5
-    assert f'viewBox="-{8 * (longest - 4)} 0 ' in chart
+    assert f'viewBox="-{8 * (longest - 3)} 0 ' in chart

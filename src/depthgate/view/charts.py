@@ -122,7 +122,7 @@ def _scale(ticks: Sequence[float], down: Callable[[float], float], label: str) -
 
 def _room(ticks: Sequence[float]) -> float:
     """What long numbers at the left need beyond the margin that there is."""
-    return 8.0 * max(0, max(len(f"{tick:g}") for tick in ticks) - 4)
+    return 8.0 * max(0, max(len(f"{tick:g}") for tick in ticks) - 3)
 
 
 def svg(title: str, description: str, width: float, height: float, parts: Sequence[str], left: float = 0) -> Html:

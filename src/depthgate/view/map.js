@@ -59,6 +59,7 @@
   function mark() {
     const g = canvas.getContext("2d"), ratio = window.devicePixelRatio || 1;
     waiting = false;
+    if (!base.width) return;  // hidden: it will be painted when it has a size
     g.setTransform(1, 0, 0, 1, 0, 0);
     g.clearRect(0, 0, canvas.width, canvas.height);
     g.drawImage(base, 0, 0);

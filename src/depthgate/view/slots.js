@@ -42,6 +42,7 @@ document.querySelectorAll("canvas.slots").forEach((canvas) => {
 
   function draw() {
     const g = canvas.getContext("2d"), ratio = window.devicePixelRatio || 1, [x, y] = place(at.slot);
+    if (!base.width) return;  // hidden: it will be painted when it has a size
     g.setTransform(1, 0, 0, 1, 0, 0);
     g.clearRect(0, 0, canvas.width, canvas.height);
     g.drawImage(base, 0, 0);
