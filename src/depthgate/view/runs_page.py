@@ -125,7 +125,9 @@ def _table(runs: Sequence[Run]) -> Html:
         end = [_shown(at["step"], ",d", asked), _shown(at["loss"], ".4f"), _shown(at["tokens"], ",d")]
         end += [_shown(at["flops"], ".3g"), _shown(at["seconds"], ",.1f"), _shown(at["tokens_per_second"], ",.0f")]
         again = ", ".join(map(str, at["resumed_after"])) or "-"
-        rows.append([run.name, model(run), *end, again, at["bad_steps"]])
+        rows.append(
+            [Html(f'<span class="name">{pages.html(run.name)}</span>'), model(run), *end, again, at["bad_steps"]]
+        )
     about = "Bad steps: those without a finite loss, which change nothing."
     return pages.table((*heads, "resumed after step", "bad steps"), rows, about)
 
