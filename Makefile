@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/depthgate demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -20,7 +20,8 @@ TOLERANCE = {
 
 settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
 settings.load_profile("default")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # `make test` runs two workers side by side
+os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -28,7 +29,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what 
 @pytest.fixture(autouse=True)
 def _fixed_start():
     torch.manual_seed(0)
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
     torch._dynamo.reset()
 
 

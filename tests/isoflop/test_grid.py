@@ -58,6 +58,13 @@ def test_a_falling_capacity_is_paid_for():
     assert falling.flops == pytest.approx(plain.flops, rel=0.03)
 
 
+def test_a_batch_of_half_the_size_takes_twice_the_steps():
+    whole, half = (grid(budgets=1e12, sizes=1, context=64, batch=size).cells()[0] for size in (32, 16))
+    assert (whole.training.batch, half.training.batch) == (32, 16)
+    assert half.training.steps == pytest.approx(2 * whole.training.steps, abs=1)
+    assert half.flops == pytest.approx(whole.flops, rel=0.01)
+
+
 def test_a_routed_variant_is_deeper_for_about_the_same_cost():
     dense, mod = (Ladder(parsed(name), 257, 256) for name in ("dense", "mod"))
     for dim in (96, 192, 384):
@@ -72,7 +79,7 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
     for dim in widths()[:40]:
         shape = parsed("dense").shape(dim, 257, 256)
         assert (shape.dim // shape.heads) % 8 == 0
-        assert shape.dim // shape.heads <= 64
+        assert shape.dim // shape.heads <= 80
 
 
 def test_neighbours_of_a_size():
@@ -90,7 +97,8 @@ def test_neighbours_of_a_size():
         ({"budgets": "1e12,x"}, "give FLOPs"),
         ({"budgets": "1e12,1e12"}, "stands twice"),
         ({"budgets": "nan"}, "budgets is nan"),
-        ({"sizes": 2}, "sizes is 2"),
+        ({"sizes": 0}, "sizes is 0"),
+        ({"batch": 0}, "batch is 0"),
         ({"variants": "dense,mdo"}, "did you mean 'moe'"),
         ({"variants": "dense,dense"}, "stands twice"),
         ({"variants": "mod:capacity=2"}, "capacity is 2"),

@@ -672,7 +672,7 @@ def test_a_reader_beside_a_writer_always_gets_a_whole_checkpoint(tmp_path):
     writer = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parents[2])
     found = [0]
     try:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while found[-1] < 30 and time.monotonic() < until:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -47,7 +47,8 @@ def _models(config: BenchGenerateConfig) -> dict[str, ModelConfig]:
 
 def _built(shape: ModelConfig, config: BenchGenerateConfig) -> Decoder:
     torch.manual_seed(config.seed)
-    model = Decoder(shape).to(config.device, getattr(torch, config.dtype)).eval()
+    with torch.device(config.device):  # a large model's weights are drawn where that is fast
+        model = Decoder(shape).to(getattr(torch, config.dtype)).eval()
     _calibrate(model)
     return model
 

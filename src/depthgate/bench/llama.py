@@ -43,7 +43,8 @@ def llama(model: ModelConfig, seed: int) -> Any:
 @torch.no_grad()
 def llama_twin(model: Decoder) -> Any:
     """A LlamaForCausalLM with the weights of a dense decoder."""
-    net = llama(model.config, 0).to(model.embed.weight.device, model.embed.weight.dtype).eval()
+    with model.embed.weight.device:
+        net = llama(model.config, 0).to(model.embed.weight.dtype).eval()
     net.model.embed_tokens.weight.copy_(model.embed.weight)
     net.lm_head.weight.copy_(model.head.weight)
     net.model.norm.weight.copy_(model.norm.weight)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 
 from depthgate.errors import DepthgateError
 from depthgate.flops import forward_flops
@@ -118,6 +119,7 @@ def in_worker(cell: Cell, measured: int, threads: int) -> dict[str, Any]:
     """`run_cell` in a process of another's."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     torch.set_num_threads(threads)
+    inductor.compile_threads = threads  # cells that compile side by side would each start a process for every core
     return run_cell(cell, measured, quiet=True)
 
 

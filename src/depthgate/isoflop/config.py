@@ -15,7 +15,7 @@ class IsoflopConfig:
         data: text, as for depthgate train
         out: folder of the study: every cell's run, results.jsonl, results.csv and report.html
         budgets: training FLOPs, separated by commas
-        sizes: models of each variant at each budget
+        sizes: models of each variant at each budget; a minimum needs three, one is enough to try many variants
         variants: dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its
             training, as in mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3
         seeds: seeds of every cell
@@ -26,6 +26,7 @@ class IsoflopConfig:
         tokenizer: bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer
         vocab: size of a bpe tokenizer
         context: tokens of a sequence; 256 unless a budget is 1e14 or more, then 1024
+        batch: sequences of a step in every cell; unless given, more of them the larger the budget
         center: times the FLOPs a token that the middle size is expected to be best at
         spread: FLOPs a token of a size over those of the next smaller one
         lr: learning rate of all cells, instead of the rule that gives each width its own
@@ -54,6 +55,7 @@ class IsoflopConfig:
     tokenizer: str = "bytes"
     vocab: int | None = None
     context: int | None = None
+    batch: int | None = None
     center: float = 1.0
     spread: float = 2.0
     lr: float | None = None
@@ -71,7 +73,7 @@ class IsoflopConfig:
     def __post_init__(self) -> None:
         assert self.budget_list
         assert self.variant_list
-        check_count(self.sizes, "sizes", minimum=3, maximum=99)
+        check_count(self.sizes, "sizes", maximum=99)
         for name, most in (("seeds", 99), ("cpus", 1024), ("minutes", 10**6), ("measured", 2**40)):
             check_count(getattr(self, name), name, maximum=most)
         if self.parallel is not None:
@@ -81,6 +83,8 @@ class IsoflopConfig:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
         if self.context is not None:
             check_count(self.context, "context", minimum=8, maximum=2**20)
+        if self.batch is not None:
+            check_count(self.batch, "batch", maximum=2**16)
         for name, low, high in (("center", 1e-3, 1e3), ("spread", 1.2, 100.0)):
             if not low <= check_positive(getattr(self, name), name) <= high:
                 raise InvalidValueError(f"{name} is {getattr(self, name)}: it must be from {low:g} to {high:g}")

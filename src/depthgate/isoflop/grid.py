@@ -124,7 +124,7 @@ class Grid:
             device=self.device,
             seed=seed,
             model=shape,
-            batch=batch_for(budget, shape.context),
+            batch=config.batch or batch_for(budget, shape.context),
             lr=lr or config.lr or self.rates.of(variant, shape.dim),
             dtype="bfloat16" if cuda else "float32",
             workers=1,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # lr = scale * (width / 128) ** power, by kind of variant: see docs/log.md for the sweep that these were fitted on.
-FITTED: dict[str, tuple[float, float]] = {"dense": (2.5e-3, -1.0), "mod": (2.5e-3, -1.0)}
+FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (4e-3, -0.75)}
 TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rule, in a sweep
 
 

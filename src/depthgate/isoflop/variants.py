@@ -38,7 +38,7 @@ class Variant:
         capacity = self.model.get("capacity", 1.0)
         share = sum(capacity if kind in ROUTED_KINDS else 1.0 for kind in pattern) / len(pattern)
         depth = round((1.5 + dim / 48) / max(share, 0.5) / len(pattern)) * len(pattern)
-        heads = max(1, dim // (64 if dim >= 256 else 32))
+        heads = _heads(dim)
         options = {"pattern": "dense", **self.model}
         if "experts" in options and "expert_hidden" not in options:  # as many FLOPs as a dense feed-forward
             options["expert_hidden"] = max(8, swiglu_hidden(dim) // options.get("top_k", 2) // 8 * 8)
@@ -82,6 +82,12 @@ def _value(text: str, key: str, value: str, kind: Any) -> Any:
         pass
     wanted = kind.__name__ if isinstance(kind, type) else kind
     raise InvalidValueError(f"variants has {text!r}: {key} is {value!r}, it must be {wanted}")
+
+
+def _heads(dim: int) -> int:
+    """Heads of about 64, or of about 32 in narrow models: kernels waste half their products on smaller ones."""
+    size = 64 if dim >= 128 else 32
+    return min((n for n in range(1, dim // 8 + 1) if dim % (2 * n) == 0), key=lambda n: abs(dim / n - size))
 
 
 def widths() -> list[int]:

@@ -47,4 +47,4 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     # cuDNN would plan anew for every length: on an H200, tens of milliseconds for each token.
     rest = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if q.is_cuda else nullcontext()
     with rest:
-        return F.scaled_dot_product_attention(q, k, v, mask).view(B, H, T, d)
+        return F.scaled_dot_product_attention(q, k, v, mask).reshape(B, H, T, d)
