@@ -68,10 +68,13 @@ def test_it_works_in_a_browser(browser, folder, tmp_path):
     browser.assert_alone()
 
 
-def test_a_dense_model_has_a_page_without_a_map(tmp_path):
+def test_a_dense_model_has_a_page_without_a_map_and_no_picture(tmp_path, capfd):
     folder = save(dense("gpt2"), tmp_path / "dense")
     assert view_model(folder, tmp_path / "page.html", "--prompt", "w1 w2") == 0
     assert "no routed layers" in (tmp_path / "page.html").read_text()
+    assert view_model(folder, tmp_path / "other.html", "--prompt", "w1 w2", "--png", tmp_path / "a.png") == 2
+    assert "nothing to draw" in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "page.html"}
 
 
 def test_what_it_cannot_read_is_named(folder, tmp_path, capfd):

@@ -97,7 +97,7 @@ def test_lines_that_are_no_rows_are_left_out_and_counted(copy):
 
 def test_a_run_without_a_step_has_a_page(copy, tmp_path):
     (copy / "metrics.jsonl").write_text("")
-    assert view(copy, "--out", tmp_path / "page.html") == 0
+    assert view(copy, "--out", tmp_path / "page.html", "--png", tmp_path / "a.png") == 0
     assert "no step is recorded yet" in (tmp_path / "page.html").read_text()
 
 

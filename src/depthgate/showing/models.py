@@ -22,12 +22,12 @@ def show(config: ViewConfig, as_json: bool) -> None:
     ids = read_ids(model, config.text, config.prompt, config.tokens)
     found, experts = read(model, ids)
     title = f"depthgate view: {config.model}"
-    if config.page is not None:
-        write(Path(config.page), routes_page(title, _about(config, model, found), found, experts))
     if config.png is not None or config.svg is not None:
         from depthgate.view.figures import routes_figure, save
 
         save(routes_figure(found, experts), config.png, config.svg)
+    if config.page is not None:
+        write(Path(config.page), routes_page(title, _about(config, model, found), found, experts))
     if config.terminal and not as_json:
         from depthgate.view.terminal import print_routes
 

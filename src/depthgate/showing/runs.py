@@ -23,12 +23,12 @@ def show(config: ViewConfig, as_json: bool) -> None:
     if config.watch:
         _watch(config)
         return
-    if config.page is not None:
-        write(Path(config.page), runs_page(runs))
     if config.png is not None or config.svg is not None:
         from depthgate.view.figures import runs_figure, save
 
         save(runs_figure(runs), config.png, config.svg)
+    if config.page is not None:
+        write(Path(config.page), runs_page(runs))
     if config.terminal and not as_json:
         from depthgate.view.terminal import print_runs
 

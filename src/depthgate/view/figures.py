@@ -153,6 +153,6 @@ def _draw_lines(axes: Any, found: Any) -> None:
             (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.4)
             line.set_label(f" {name}")  # a name that begins with _ would be left out
     axes.grid(alpha=0.3)
-    if found:
+    if any(found.values()):
         for text in axes.legend(frameon=False, fontsize=8).get_texts():
             text.set_parse_math(False)

@@ -95,7 +95,7 @@ def print_runs(runs: Sequence[Run], console: Console | None = None) -> None:
             "-" if at["step"] is None else f"{at['step']:,}",
             "-" if at["loss"] is None else f"{at['loss']:.4f}",
             "-" if at["tokens_per_second"] is None else f"{at['tokens_per_second']:,.0f}",
-            f"{fmean(at['routed_share']):.1%}" if at["routed_share"] else "all",
+            f"{fmean(at['routed_share']):.1%}" if at["routed_share"] else "all" if run.rows else "-",
             ", ".join(map(str, at["resumed_after"])) or "-",
         ]
         about = Text(f"{visible(run.name, kept=' ')}\n{visible(model(run), kept=' ')}")
