@@ -33,7 +33,7 @@ ALLOWED = {
         *("errors", "config", "presets", "flops", "ops", "routing", "layers", "encoders", "model", "train"),
         *("loading", "generation", "bench"),
     },
-    "showing": {"errors", "config", "loading", "train", "view"},
+    "showing": {"errors", "config", "routing", "loading", "train", "hf", "view", "showing"},
     "hf": {"errors", "config", "routing", "hf"},
     "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "bench", "view", "isoflop"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
@@ -56,6 +56,8 @@ ALLOWED = {
         "hf",
     },
 }
+# plans.plot() is the one door from plans to pictures, opened when it is called
+DOORS = {"routing/plan.py": {"view"}}
 HEAVY = {"transformers", "matplotlib", "ray", "triton", "soft_moe_pytorch"}
 
 
@@ -77,7 +79,7 @@ def imports(tree: ast.AST) -> set[str]:
 def test_imports_point_downwards(path):
     ours = {name.split(".")[1] for name in imports(ast.parse(path.read_text())) if name.startswith("depthgate.")}
     homes = {home(p) for p in FILES}
-    assert ours & homes <= ALLOWED[home(path)]
+    assert ours & homes <= ALLOWED[home(path)] | DOORS.get(str(path.relative_to(ROOT)), set())
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -119,9 +119,12 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
         parser.add_argument("--stop", action="append", help="text at which to end; may be given several times")
     if config is IsoflopConfig:
         typed = {"dry_run": "print the grid, and train nothing"}
+    if config is ViewConfig:
+        typed = {"terminal": "show it on the terminal", "watch": "serve the page of runs on this machine, follow them"}
+        parser.add_argument("runs", nargs="*", default=[], help="folders of runs, or one of a study")
     for name, about in typed.items():
         parser.add_argument(f"--{name}", action="store_true", help=about)
-    given = {"prompt", "stop"} if config is GenerateConfig else set()
+    given = {GenerateConfig: {"prompt", "stop"}, ViewConfig: {"runs"}}.get(config, set())
     parser.add_class_arguments(config, as_group=False, skip={*typed, *given})
     if config is TrainConfig:
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")

@@ -49,7 +49,7 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
 
 def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **kwargs: Any) -> tuple[Tensor, Plans]:
     """x and what each layer adds to it: the one place where residuals are added."""
-    plans: Plans = ()
+    plans = Plans(())
     for layer, cache in zip(layers, caches, strict=True):
         if isinstance(layer, MoD):
             x, more = layer(x, cache=cache, onto=True, **kwargs)
@@ -108,7 +108,7 @@ class Decoder(nn.Module):
         plain = pos is None and doc is None and caches is None
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        plans: Plans = ()
+        plans = Plans(())
         # What is compiled is compiled as one: a layer reads what the one before it adds up.
         span = max(2, len(self.config.pattern.split(","))) if self.compiled else 1
         for i in range(0, len(self.layers), span):

@@ -20,6 +20,8 @@ from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Grid
 from depthgate.isoflop.rates import Rates
 from tests.train.tiny import write_data
+from tests.view.chromium import Browser
+from tests.view.test_reports_browser import check_report
 
 GRID = ["--budgets", "1e9,2e9", "--sizes", "3", "--context", "32", "--measured", "2000", "--device", "cpu"]
 NEEDED = {"budget", "variant", "params", "flops_per_token", "tokens", "loss", "loss_causal", "seed", "seconds", "lr"}
@@ -64,10 +66,20 @@ def test_a_whole_study(finished):
     page = (finished / "report.html").read_text()
     assert page.count("<tr>") > 16
     assert "mod against dense at 1e09 FLOPs" in page
-    assert "http" not in page.replace("http://www.w3.org", "")
+    assert "://" not in page.replace("http://www.w3.org", "")
     assert 'class="token"' in page or 'class="skipped"' in page  # the routed text
     for name in ("curves.png", "curves.svg"):
         assert (finished / name).stat().st_size > 5000
+
+
+def test_its_report_opens_in_a_browser(finished, tmp_path):
+    assert main(["view", str(finished), "--out", str(tmp_path / "page.html")]) == 0
+    browser = Browser()
+    try:
+        for width in (390, 1280):
+            check_report(browser, tmp_path / "page.html", width)
+    finally:
+        browser.close()
 
 
 def test_the_rows_are_those_of_the_grid(home, finished):

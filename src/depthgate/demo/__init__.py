@@ -16,6 +16,7 @@ from depthgate.demo.results import measured
 from depthgate.demo.runs import steps_done, train, twins
 from depthgate.errors import DepthgateError
 from depthgate.train.run import write_json
+from depthgate.view.output import replace
 
 
 def run(config: DemoConfig, as_json: bool) -> int:
@@ -30,7 +31,7 @@ def run(config: DemoConfig, as_json: bool) -> int:
     try:
         about = _trained_on(report.with_name("machine.json"), done)
         results = [measured(name, each) for name, each in configs.items()]
-        report.write_text(report_page(config, results, about), encoding="utf-8")
+        replace(report, report_page(config, results, about))
     except OSError as error:
         raise DepthgateError(
             f"cannot write {report} ({error.strerror or error}): choose another folder with --out"

@@ -8,6 +8,7 @@ from typing import Any
 from depthgate.config import DemoConfig, TrainConfig
 from depthgate.demo.measure import PROMPT, SAMPLED, TEMPERATURE
 from depthgate.demo.results import Result
+from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.page import Html
 from depthgate.view.tokens import routed_text, visible
@@ -116,7 +117,7 @@ def _charts(results: Sequence[Result]) -> Html:
     def chart(title: str, about: str, start: float) -> Html:
         lines = {f"{r.figures['model']}, training": tera(smoothed(r.losses), start) for r in results}
         marks = {f"{r.figures['model']}, held out, causal": tera(r.validation, start) for r in results}
-        return pages.line_chart(title, about, lines, "training TFLOPs", "nats a byte", marks=marks)
+        return charts.line_chart(title, about, lines, "training TFLOPs", "nats a byte", marks=marks)
 
     half = results[0].losses[-1][0] / 2
     said = (

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.isoflop.fit import Curve
+from depthgate.view.figures import figure_bytes, new_figure
+from depthgate.view.output import replace
 
 _MARKERS = "osD^vP*X"
 
 
 def draw(curves: Sequence[Curve], paths: Sequence[Path]) -> None:
     """One panel for each budget: cells as marks, fitted parabolas as lines, minima as crosses."""
-    from matplotlib.figure import Figure
-
     budgets = sorted({curve.budget for curve in curves})
     names = list(dict.fromkeys(curve.variant for curve in curves))
-    figure = Figure(figsize=(4.6 * max(1, len(budgets)), 3.6), layout="constrained")
+    figure = new_figure(4.6 * max(1, len(budgets)), 3.6)
     for place, budget in enumerate(budgets):
         axes = figure.add_subplot(1, len(budgets), place + 1)
         for curve in (curve for curve in curves if curve.budget == budget):
@@ -34,4 +34,4 @@ def draw(curves: Sequence[Curve], paths: Sequence[Path]) -> None:
             axes.set_ylabel("causal loss, nats a token")
             axes.legend(frameon=False)
     for path in paths:
-        figure.savefig(path, dpi=160)
+        replace(path, figure_bytes(figure, path.suffix[1:]))

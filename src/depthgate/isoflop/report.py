@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.bench.measure import machine
+from depthgate.errors import DepthgateError
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed, duration
 from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
 from depthgate.isoflop.grid import CELLS, Cell, described
+from depthgate.view import charts
 from depthgate.view import page as pages
+from depthgate.view.output import replace
 from depthgate.view.page import Html
 
 Row = Mapping[str, Any]
@@ -66,7 +69,7 @@ def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: Isofl
         writer.writeheader()
         writer.writerows(rows)
     page = _page(out, rows, curves, found, config)
-    (out / "report.html").write_text(page, encoding="utf-8")
+    replace(out / "report.html", page)
     pictures = _pictures(out, curves)
     if as_json:
         best = [_summary(curve) for curve in curves]
@@ -89,8 +92,8 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
     names = ["curves.png", "curves.svg"]
     try:
         draw(curves, [out / name for name in names])
-    except ImportError:
-        print("no pictures for papers: pip install 'depthgate[plot]'", file=sys.stderr)
+    except DepthgateError as error:
+        print(f"no pictures for papers: {error}", file=sys.stderr)
         return []
     return names
 
@@ -228,7 +231,7 @@ def _chart(budget: float, curves: Sequence[Curve]) -> Html:
         lines[curve.variant] = [(params / 1e6, curve.best(params)) for params in steps] if curve.best else []
         marks[f"{curve.variant}, cells"] = [(params / 1e6, loss) for params, loss in curve.points]
     about = "Lines: the fitted parabolas. Marks: one for each cell."
-    return pages.line_chart(
+    return charts.line_chart(
         f"{flops(budget)} FLOPs",
         about,
         lines,
@@ -243,7 +246,7 @@ def _trend(curves: Sequence[Curve]) -> Html:
     names = dict.fromkeys(curve.variant for curve in curves)
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
     about = "The lowest point of each fitted curve that is bracketed on both sides."
-    return pages.line_chart(
+    return charts.line_chart(
         "Best loss", about, lines, "training TFLOPs", "causal loss, nats a token", log_x=True, marks=lines
     )
 

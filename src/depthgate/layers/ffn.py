@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Plans]:
         check_tokens(x, self.dim)
-        return self.down(swiglu(self.up(x))), ()
+        return self.down(swiglu(self.up(x))), Plans(())
 
 
 # name -> (how many times `hidden` the first product is wide, what follows it)

@@ -51,8 +51,8 @@ class MoD(nn.Module):
         added, which is what x + update is, without an update for tokens that have none."""
         plan, rows, inner = self._rows(x, pos, doc, cache, causal, plain, keep)
         if onto:
-            return (x if rows is None else plan.add(x, rows)), (plan, *inner)
-        return (torch.zeros_like(x) if rows is None else plan.combine(rows, x.shape[1])), (plan, *inner)
+            return (x if rows is None else plan.add(x, rows)), Plans((plan, *inner))
+        return (torch.zeros_like(x) if rows is None else plan.combine(rows, x.shape[1])), Plans((plan, *inner))
 
     def _rows(
         self,
@@ -70,7 +70,7 @@ class MoD(nn.Module):
             pos, plain = plain_positions(x), doc is None and cache is None
         plan = self.router(x, None if plain else pos, causal, doc=doc, keep=keep)
         if plan.index.shape[-1] == 0:  # nobody enters: nothing is computed, nothing is cached
-            return plan, None, ()
+            return plan, None, Plans(())
         if cache is not None and plan.filled is not None and not torch.compiler.is_compiling():
             return self._rows_of_some(x, pos, cache, plan)
         update, inner = self.block(
@@ -88,7 +88,7 @@ class MoD(nn.Module):
         assert plan.filled is not None
         entering = plan.filled[:, 0].any(1).nonzero()[:, 0]
         if len(entering) == 0:
-            return plan, None, ()
+            return plan, None, Plans(())
         part = plan.rows(entering, plan.index.shape[-1])
         update, inner = self.block(
             part.dispatch(x[entering], fill=0)[:, 0],
@@ -174,12 +174,12 @@ class MixtureOfDepths(nn.Module):
         check_tokens(x, self.dim)
         plan = self.router(x, None if mask is None else masked_positions(mask, x), causal)
         if x.numel() == 0 or plan.index.shape[-1] == 0:
-            return x, (plan,)
+            return x, Plans((plan,))
         nested = isinstance(self.block, MixtureOfDepths)
         if plan.filled is None or nested or self.padding_keyword is not None:
             return self._through_block(x, plan, kwargs)
         y = x
-        inner: Plans = ()
+        inner = Plans(())
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
         # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
         nobody = [0] if torch.is_grad_enabled() or self.router.fewest_slots else []
@@ -190,7 +190,7 @@ class MixtureOfDepths(nn.Module):
             rows, plans = self._through_block(x[batch], part, _for_rows(kwargs, batch, x))
             y = y.to(rows.dtype).index_copy(0, batch, rows)
             inner += plans[1:]
-        return y, (plan, *inner)
+        return y, Plans((plan, *inner))
 
     def _through_block(self, x: Tensor, plan: Slots, kwargs: dict[str, Any]) -> tuple[Tensor, Plans]:
         rows = plan.dispatch(x, fill=0)[:, 0]
@@ -202,11 +202,11 @@ class MixtureOfDepths(nn.Module):
         elif self.padding_keyword is not None and plan.filled is not None:
             kwargs[self.padding_keyword] = _padding(plan.filled[:, 0], kwargs.get(self.padding_keyword))
         out = self.block(rows, **kwargs)
-        inner: Plans = ()
+        inner = Plans(())
         if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):  # a block that routes, too
             out, inner = out
         self._check_result(out, inner, rows, plan.causal)
-        return plan.merge(x, out[:, None]), (plan, *inner)
+        return plan.merge(x, out[:, None]), Plans((plan, *inner))
 
     @staticmethod
     def _check_result(out: Any, inner: Plans, rows: Tensor, causal: bool) -> None:

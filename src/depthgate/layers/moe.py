@@ -94,7 +94,7 @@ class MixtureOfExperts(nn.Module):
             update = real.combine(self.experts(real.dispatch(x, fill=0)), T)
         if self.shared is not None:
             update = update + self._shared(x, pos)
-        return update, (plan,)
+        return update, Plans((plan,))
 
     def _shared(self, x: Tensor, pos: Tensor | None) -> Tensor:
         """The shared expert of every real token; padding, whatever lies in it, gets 0."""

@@ -43,4 +43,4 @@ class SoftMoE(nn.Module):
         if doc is not None:
             raise InvalidValueError("Soft MoE mixes all tokens of a row: pass one document a row, not doc")
         plan = self.router(x, None if plain else pos, causal)
-        return plan.combine(self.experts(plan.dispatch(x)), x.shape[1]), (plan,)
+        return plan.combine(self.experts(plan.dispatch(x)), x.shape[1]), Plans((plan,))

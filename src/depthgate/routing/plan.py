@@ -8,10 +8,13 @@ A plan is an immutable tuple of tensors with two methods: `dispatch(x)` takes to
     Soft    every slot is a weighted mean of all tokens: Soft MoE                    rows (B, E, C, ...)
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from depthgate.ops.rows import add_at, add_rows, fusing, put_rows, take_rows
 
@@ -163,7 +166,42 @@ class Soft(NamedTuple):
 
 
 Plan = Slots | Groups | Soft
-Plans = tuple[Plan, ...]
+
+
+class Plans(tuple[Plan, ...]):
+    """The plans of one pass, in the order of the layers: a tuple that can be looked at."""
+
+    __slots__ = ()
+
+    def __add__(self, more: Iterable[Plan]) -> "Plans":  # type: ignore[override]
+        return Plans((*self, *more))
+
+    def plot(self, tokens: Sequence[str] | None = None, grid: tuple[int, int] | None = None, row: int = 0) -> Any:
+        """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts,
+        the slots of Soft MoE. tokens: what they stand for; grid: rows and columns, where they are patches of an image.
+        """
+        from depthgate.view.figures import plans_figure
+        from depthgate.view.plans import seen
+
+        return plans_figure(seen(self, tokens, grid, row), grid)
+
+    def save_page(
+        self,
+        path: str | Path,
+        tokens: Sequence[str] | None = None,
+        grid: tuple[int, int] | None = None,
+        row: int = 0,
+    ) -> None:
+        """The same as one self-contained HTML page, with every number."""
+        from depthgate.view.plans import save_page
+
+        save_page(self, path, tokens, grid, row)
+
+
+# To torch a container like any other: FSDP and others look for the tensors in what a module returns.
+_pytree.register_pytree_node(
+    Plans, lambda plans: (list(plans), None), lambda plans, _: Plans(plans), serialized_type_name="depthgate.Plans"
+)
 
 
 def _and_valid(choice: Tensor, valid: Tensor | None) -> Tensor:

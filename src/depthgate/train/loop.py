@@ -122,6 +122,7 @@ class _Training:
         world.shard(self.model)
         self.optimizers = optim.build(self.model, config, world)
         self.step = Step(self.model, self.optimizers, replace(config, max_documents=_documents(packed)), world)
+        self.restored: int | None = None  # the step that a resume went on from
         self.lag = int(world.device.startswith("cuda"))  # steps under way while the figures of one are read
         self.clock = time.perf_counter()
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
@@ -225,6 +226,7 @@ class _Training:
             "gradient_norm": norm if math.isfinite(norm) else None,
             "tokens_per_second": round(tokens / seconds, 1),
             "utilisation": round(cost / seconds / self.peak, 4),
+            **({"resumed": True} if row["step"] - 1 == self.restored else {}),
         }
 
     def _count_bad(self, number: int, loss: float, norm: float) -> None:
@@ -283,3 +285,4 @@ class _Training:
         optim.load_state_tensors(self.model, self.optimizers, found.tensors["optimizer"])
         torch.set_rng_state(found.tensors["rng"]["cpu"])
         self.state = dict(found.state)
+        self.restored = found.step

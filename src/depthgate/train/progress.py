@@ -68,7 +68,7 @@ def _about(row: Row) -> str:
 
 def _scalars(row: Row) -> dict[str, float]:
     """A row as flat numbers: one for each routed layer."""
-    flat = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
+    flat = {key: value for key, value in row.items() if type(value) in (int, float) and key != "step"}
     return {**flat, **{f"routed_share/{i}": share for i, share in enumerate(row["routed_share"])}}
 
 

@@ -1,34 +1,59 @@
 """What `depthgate view` can be told. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from depthgate.errors import InvalidValueError, check_choice, check_count
 
 
 @dataclass(frozen=True)
 class ViewConfig:
-    """See which tokens went deep: one self-contained page for a model and a text.
+    """See which tokens went deep (--model), or how training runs went (RUN_DIR...): one self-contained page.
 
     Args:
-        model: folder of a run, or of one of its checkpoints
+        runs: folders of `depthgate train`, drawn over each other; or that of one study of `depthgate isoflop`
+        model: folder of a run, of one of its checkpoints, or of a Hugging Face model that `depthgate convert` wrote
         text: file to read; the beginning of the text that the run held out unless text or prompt is given
         prompt: text to read, given here
-        out: file of the page
+        out: file of the page; page.html unless given, or unless a picture or the terminal is asked for
+        png: file of a picture
+        svg: file of a picture for papers
+        terminal: show it on the terminal
+        watch: serve the page of runs on this machine, and follow them
+        port: where it is served; 0: any that is free
         tokens: tokens read at most
         device: cpu, cuda, or auto
     """
 
-    model: str
+    runs: list[str] = field(default_factory=list)
+    model: str | None = None
     text: str | None = None
     prompt: str | None = None
-    out: str = "page.html"
+    out: str | None = None
+    png: str | None = None
+    svg: str | None = None
+    terminal: bool = False
+    watch: bool = False
+    port: int = 8377
     tokens: int = 4000
     device: str = "auto"
 
     def __post_init__(self) -> None:
         check_count(self.tokens, "tokens", maximum=2**16)
+        check_count(self.port, "port", minimum=0, maximum=65535)
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+        if bool(self.runs) == (self.model is not None):
+            raise InvalidValueError("give either folders of runs (depthgate view RUN_DIR...) or --model DIR")
         if self.text is not None and self.prompt is not None:
             raise InvalidValueError("text and prompt are both given: leave one out")
+        if self.runs and (self.text is not None or self.prompt is not None):
+            raise InvalidValueError("text and prompt are for --model: runs have no text to show")
         if self.prompt == "":
             raise InvalidValueError("prompt is empty: give some text")
+        if self.watch and (self.model is not None or self.terminal or self.png or self.svg or self.out):
+            raise InvalidValueError("watch serves the page of runs, and writes nothing: leave the other outputs out")
+
+    @property
+    def page(self) -> str | None:
+        """Where the page goes; None: nowhere."""
+        other = self.terminal or self.png or self.svg
+        return self.out or (None if other else "page.html")

@@ -4,30 +4,26 @@
   const canvas = document.getElementById("map"), said = document.getElementById("said");
   const T = data.tokens.length, L = data.layers.length;
   const LEFT = 44, TOP = 22, ROW = 22;
-  let from = 0, to = T, at = { t: 0, l: 0 }, pinned = false;
+  let from = 0, to = T, at = { t: 0, l: 0 }, pinned = false, base = null, waiting = false;
 
   const on = (rows, l, t) => rows[l][t] === "1";
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-  function size() {
+  const step = () => (canvas.clientWidth - LEFT) / (to - from);
+
+  // All cells, drawn once for what is in view: the mark of the cell that is looked at moves over them.
+  function paint() {
     const ratio = window.devicePixelRatio || 1;
     const wide = canvas.parentElement.clientWidth, high = TOP + L * ROW + 6;
     canvas.style.height = high + "px";
-    canvas.width = Math.round(wide * ratio);
-    canvas.height = Math.round(high * ratio);
-    const g = canvas.getContext("2d");
-    g.setTransform(ratio, 0, 0, ratio, 0, 0);
-    return [g, wide, high];
-  }
-
-  function draw() {
-    const [g, wide, high] = size();
-    const step = (wide - LEFT) / (to - from);
     canvas.dataset.from = from;
     canvas.dataset.to = to;
-    const [text, quiet, band, line, both, mine, best] =
-      ["--text", "--quiet", "--band", "--line", "--c0", "--c1", "--c2"].map(colour);
-    g.clearRect(0, 0, wide, high);
+    base = document.createElement("canvas");
+    for (const each of [canvas, base]) { each.width = Math.round(wide * ratio); each.height = Math.round(high * ratio); }
+    const g = base.getContext("2d"), across = (wide - LEFT) / (to - from);
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const [text, quiet, band, both, mine, best] =
+      ["--text", "--quiet", "--band", "--c0", "--c1", "--c2"].map(colour);
     g.font = "12px system-ui, sans-serif";
     g.textBaseline = "middle";
     for (let l = 0; l < L; l++) {
@@ -41,15 +37,15 @@
         const a = on(data.causal, l, t), b = on(data.top_k, l, t);
         if (!a && !b) continue;
         g.fillStyle = a && b ? both : a ? mine : best;
-        const x = LEFT + (t - from) * step, w = Math.max(0.6, step - (step > 4 ? 1 : 0));
+        const x = LEFT + (t - from) * across, w = Math.max(0.6, across - (across > 4 ? 1 : 0));
         if (a) g.fillRect(x, y + 1, w, ROW - 2);
         else g.fillRect(x, y + ROW - 7, w, 5);  // the top k alone: a low bar
       }
     }
     g.textAlign = "center";
     g.fillStyle = text;
-    if (step >= 14) {
-      for (let t = from; t < to; t++) g.fillText(data.tokens[t].slice(0, Math.floor(step / 7)), LEFT + (t - from + .5) * step, TOP / 2);
+    if (across >= 14) {
+      for (let t = from; t < to; t++) g.fillText([...data.tokens[t]].slice(0, Math.floor(across / 7)).join(""), LEFT + (t - from + .5) * across, TOP / 2);
     } else {
       g.fillStyle = quiet;
       g.textAlign = "left";
@@ -57,18 +53,28 @@
       g.textAlign = "right";
       g.fillText("token " + (to - 1), wide, TOP / 2);
     }
-    g.strokeStyle = text;
+    mark();
+  }
+
+  function mark() {
+    const g = canvas.getContext("2d"), ratio = window.devicePixelRatio || 1;
+    waiting = false;
+    if (!base.width) return;  // hidden: it will be painted when it has a size
+    g.setTransform(1, 0, 0, 1, 0, 0);
+    g.clearRect(0, 0, canvas.width, canvas.height);
+    g.drawImage(base, 0, 0);
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.strokeStyle = colour("--text");
     g.lineWidth = 2;
-    if (at.t >= from && at.t < to) g.strokeRect(LEFT + (at.t - from) * step, TOP + at.l * ROW, Math.max(3, step), ROW);
-    g.strokeStyle = line;
+    if (at.t >= from && at.t < to) g.strokeRect(LEFT + (at.t - from) * step(), TOP + at.l * ROW, Math.max(3, step()), ROW);
   }
 
   function tell() {
     const { t, l } = at, a = on(data.causal, l, t), b = on(data.top_k, l, t);
     const how = a && b ? "routed" : a ? "routed causally, not by the top k" : b ? "skipped causally, but in the top k" : "skipped";
-    const gate = a ? ", gate " + data.gates[l][t] : "";
+    const gate = a || data.gates[l][t] ? ", gate " + data.gates[l][t] : "";
     said.textContent = `Token ${t} "${data.tokens[t]}", layer ${data.layers[l]}: ${how}, score ${data.scores[l][t]}${gate}`;
-    draw();
+    if (!waiting) { waiting = true; requestAnimationFrame(mark); }
   }
 
   function place(event) {
@@ -84,14 +90,17 @@
     const share = (centre - from) / Math.max(1, to - from);
     from = Math.max(0, Math.min(T - span, Math.round(centre - share * span)));
     to = from + span;
-    draw();
+    paint();
   }
 
   function show(t) {
     const span = to - from;
-    if (t < from || t >= to) from = Math.max(0, Math.min(T - span, t - (span >> 1)));
-    to = from + span;
     at.t = t;
+    if (t < from || t >= to) {
+      from = Math.max(0, Math.min(T - span, t - (span >> 1)));
+      to = from + span;
+      paint();
+    }
     tell();
   }
 
@@ -115,9 +124,12 @@
   });
   document.getElementById("closer").addEventListener("click", () => zoom(0.5, at.t));
   document.getElementById("wider").addEventListener("click", () => zoom(2, at.t));
-  document.getElementById("whole").addEventListener("click", () => { from = 0; to = T; draw(); });
-  document.querySelectorAll("pre [data-t]").forEach((span) => span.addEventListener("click", () => show(Number(span.dataset.t))));
-  window.addEventListener("resize", draw);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
-  draw();
+  document.getElementById("whole").addEventListener("click", () => { from = 0; to = T; paint(); });
+  document.addEventListener("click", (event) => {
+    const span = event.target.closest("pre [data-t]");
+    if (span) show(Number(span.dataset.t));
+  });
+  window.addEventListener("resize", paint);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+  paint();
 })();

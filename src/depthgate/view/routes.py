@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ class Routes:
     scores: list[list[float]]
     gates: list[list[float]]  # what the block's result is multiplied by; 0 where the token skips
     causal: list[list[bool]]  # routed by the causal rule
-    top_k: list[list[bool]]  # routed by the top k
+    top_k: list[list[bool]]  # routed by the top k, in a pass where all layers take the top k
+    rule: list[list[bool]]  # what the causal rule says in that same pass: what it is trained to get right
     losses: list[float]  # nats of each token, given those before it; not a number where nothing is before it
 
     def through(self, token: int) -> list[int]:
@@ -40,46 +42,95 @@ class Routes:
 
     @property
     def agreement(self) -> list[float]:
-        """The share of the tokens that the causal rule decides as the top k does, in each layer."""
-        return [
-            sum(a == b for a, b in zip(mine, best, strict=True)) / max(1, len(mine))
-            for mine, best in zip(self.causal, self.top_k, strict=True)
-        ]
+        """The share of the tokens that a causal pass routes as one by the top k does, in each layer."""
+        return _alike(self.causal, self.top_k)
+
+    @property
+    def accuracy(self) -> list[float]:
+        """The share of the tokens for which the causal rule says what the top k says of the same hidden states."""
+        return _alike(self.rule, self.top_k)
+
+
+def _alike(one: list[list[bool]], other: list[list[bool]]) -> list[float]:
+    pairs = zip(one, other, strict=True)
+    return [sum(a == b for a, b in zip(x, y, strict=True)) / max(1, len(x)) for x, y in pairs]
 
 
 def routes(
-    tokens: Sequence[str],
-    layers: Sequence[int],
-    depth: int,
-    causal: Plans,
-    top_k: Plans,
-    real: Tensor,
-    losses: Sequence[float],
+    tokens: Sequence[str], layers: Sequence[int], depth: int, causal: Plans, top_k: Plans, losses: Sequence[float]
 ) -> Routes:
-    """From the plans of two passes over the same rows, of which `real` (B, T) are tokens of the text."""
+    """From the plans of two passes over the same tokens, one row of a batch."""
     mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
     if not len(mine) == len(best) == len(layers):
         raise DepthgateError(
             f"{len(mine)} and {len(best)} plans for {len(layers)} routed layers: they are of another model"
         )
-    if any(plan.scores.shape[:2] != real.shape for plan in (*mine, *best)) or int(real.sum()) != len(tokens):
+    if any(plan.scores.shape != (1, len(tokens), 1) for plan in (*mine, *best)):
         raise DepthgateError("the plans are of another text: make them from the same tokens")
     return Routes(
         list(tokens),
         list(layers),
         depth,
-        [_numbers(plan.scores[..., 0][real]) for plan in mine],
-        [_numbers(_gates(plan)[real]) for plan in mine],
-        [plan.chosen[..., 0][real].tolist() for plan in mine],
-        [plan.chosen[..., 0][real].tolist() for plan in best],
+        [_numbers(plan.scores[0, :, 0]) for plan in mine],
+        [_numbers(token_gates(plan)[0, :, 0]) for plan in mine],
+        [plan.chosen[0, :, 0].tolist() for plan in mine],
+        [plan.chosen[0, :, 0].tolist() for plan in best],
+        [plan.causal_choice[0, :, 0].tolist() for plan in best],
         list(losses),
     )
 
 
-def _gates(plan: Slots) -> Tensor:
-    """(B, T): the gate of each routed token."""
-    return torch.zeros_like(plan.scores[..., 0]).scatter(1, plan.index[:, 0], plan.gates[:, 0].float())
+def joined(parts: Sequence[Routes]) -> Routes:
+    """Routes of one model over consecutive pieces of a text."""
+
+    def over(name: str) -> list[list[Any]]:
+        rows = zip(*(getattr(part, name) for part in parts), strict=True)
+        return [[value for piece in row for value in piece] for row in rows]
+
+    return Routes(
+        [token for part in parts for token in part.tokens],
+        parts[0].layers,
+        parts[0].depth,
+        over("scores"),
+        over("gates"),
+        over("causal"),
+        over("top_k"),
+        over("rule"),
+        [loss for part in parts for loss in part.losses],
+    )
+
+
+def token_gates(plan: Slots) -> Tensor:
+    """(B, T, E): the gate of each routed token, 0 where it is not routed."""
+    return torch.zeros_like(plan.scores).scatter(1, plan.index.mT, plan.gates.float().mT)
 
 
 def _numbers(values: Tensor) -> list[float]:
     return [round(float(value), 4) if math.isfinite(value) else 0.0 for value in values.float().tolist()]
+
+
+def routes_of_plans(
+    layers: Sequence[int], plans: Sequence[Slots], tokens: Sequence[str] | None, depth: int, row: int
+) -> Routes:
+    """From the plans of one pass, of one row of its batch. Plans of a causal pass do not know the top k: both choices
+    are then the causal one."""
+    valid = plans[0].valid
+    kept = torch.ones(plans[0].scores.shape[1], dtype=torch.bool) if valid is None else valid[row].cpu()
+
+    def of(values: Tensor) -> Tensor:
+        return values[row, :, 0].detach().cpu()[kept]
+
+    names = [str(t) for t in range(len(kept))] if tokens is None else list(tokens)
+    names = [name for name, real in zip(names, kept.tolist(), strict=True) if real]
+    causal = [of(plan.chosen if plan.causal else plan.causal_choice).tolist() for plan in plans]
+    return Routes(
+        names,
+        list(layers),
+        depth,
+        [_numbers(of(plan.scores)) for plan in plans],
+        [_numbers(of(token_gates(plan))) for plan in plans],
+        causal,
+        [of(plan.chosen).tolist() for plan in plans],
+        causal,
+        [math.nan] * len(names),
+    )

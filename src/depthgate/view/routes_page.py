@@ -1,13 +1,14 @@
 """The page of one text: which tokens went deep, layer by layer."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from importlib.resources import files
 from statistics import fmean
 
+from depthgate.view import charts
 from depthgate.view import page as pages
+from depthgate.view.experts import ExpertLayer, SlotLayer
+from depthgate.view.experts_page import experts_section, slots_section
 from depthgate.view.page import Html
 from depthgate.view.routes import Routes
 from depthgate.view.tokens import routed_text, visible
@@ -20,20 +21,43 @@ _MAP = (
 )
 
 
-def routes_page(title: str, about: str, found: Routes) -> Html:
-    """The whole page."""
+def routes_page(title: str, about: str, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
+    """The whole page of a text."""
     sections: dict[str, object] = {"": pages.paragraph(about)}
-    if not found.layers:
+    if found.layers:
+        through = [found.through(t) for t in range(len(found.tokens))]
+        sections["The text, by depth"] = routed_text(found.tokens, through, found.layers)
+        sections |= _routing(found)
+        sections["Which tokens go deep"] = _deep(found)
+    else:
         sections["The text"] = pages.preformatted(visible("".join(found.tokens), kept=" \n"))
         sections["Routing"] = pages.paragraph("This model has no routed layers: every token goes through all of them.")
-        return pages.page(title, sections)
-    through = [found.through(t) for t in range(len(found.tokens))]
-    sections["The text, by depth"] = routed_text(found.tokens, through, found.layers)
-    sections["The map"] = _map(found)
-    sections["Layers"] = _layers(found)
-    sections["Router scores"] = _histograms(found)
-    sections["Which tokens go deep"] = _deep(found)
+    if experts:
+        sections["Experts"] = experts_section(experts, found.tokens)
     return pages.page(title, sections)
+
+
+def plans_page(
+    found: Routes | None,
+    experts: Sequence[ExpertLayer],
+    slots: Sequence[SlotLayer],
+    grid: tuple[int, int] | None,
+    tokens: Sequence[str] | None,
+) -> Html:
+    """A page of plans alone: whatever kinds there are."""
+    about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
+    sections: dict[str, object] = {"": pages.paragraph(about)}
+    if found is not None:
+        sections |= _routing(found)
+    if experts:
+        sections["Experts"] = experts_section(experts, tokens)
+    if slots:
+        sections["Soft MoE"] = slots_section(slots, grid)
+    return pages.page("depthgate: plans", sections)
+
+
+def _routing(found: Routes) -> dict[str, object]:
+    return {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
 
 
 def _map(found: Routes) -> Html:
@@ -45,33 +69,48 @@ def _map(found: Routes) -> Html:
         "causal": ["".join(map(str, map(int, row))) for row in found.causal],
         "top_k": ["".join(map(str, map(int, row))) for row in found.top_k],
     }
-    # Inside a script element only "<" could end it; JSON reads it back from its escape.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     cells = len(found.tokens) * len(found.layers)
     label = f"Map of {len(found.layers)} layers and {len(found.tokens)} tokens; arrow keys move, plus and minus zoom"
-    script = files("depthgate.view").joinpath("map.js").read_text(encoding="utf-8")
     return Html(
         '<figure><p class="tools"><button id="closer">Zoom in</button> <button id="wider">Zoom out</button> '
         '<button id="whole">Whole text</button></p>'
         f'<div class="map"><canvas id="map" tabindex="0" role="application" aria-label="{pages.html(label)}" '
         f'aria-describedby="said" data-cells="{cells}" data-layers="{len(found.layers)}" '
         f'data-tokens="{len(found.tokens)}"></canvas></div>'
-        '<p id="said" role="status" aria-live="polite">Point at a cell.</p>'
+        '<p class="said" id="said" role="status" aria-live="polite">Point at a cell.</p>'
         f"<figcaption>{pages.html(_MAP)}</figcaption></figure>\n"
-        f'<script type="application/json" id="routes">{text}</script>\n<script>{script}</script>'
+        f"{pages.data('routes', data)}\n{pages.script('map.js')}"
     )
 
 
 def _layers(found: Routes) -> Html:
-    heads = ("layer", "routed causally", "routed by the top k", "decided alike", "mean score", "mean gate")
-    rows = zip(found.layers, found.shares(found.causal), found.shares(found.top_k), found.agreement, strict=True)
+    heads = (
+        "layer",
+        "routed causally",
+        "routed by the top k",
+        "rule right",
+        "decided alike",
+        "mean score",
+        "mean gate",
+    )
+    shares = (found.shares(found.causal), found.shares(found.top_k), found.accuracy, found.agreement)
     lines = []
-    for i, (layer, causal, best, alike) in enumerate(rows):
+    for i, (layer, *figures) in enumerate(zip(found.layers, *shares, strict=True)):
         gates = [gate for gate, on in zip(found.gates[i], found.causal[i], strict=True) if on]
         mean = f"{fmean(gates):.3f}" if gates else "-"
-        lines.append([layer, f"{causal:.1%}", f"{best:.1%}", f"{alike:.1%}", f"{fmean(found.scores[i]):.3f}", mean])
-    about = "Decided alike: the share of the tokens for which the causal rule says what the top k says."
-    return pages.table(heads, lines, about)
+        lines.append([layer, *(f"{figure:.1%}" for figure in figures), f"{fmean(found.scores[i]):.3f}", mean])
+    about = (
+        "Rule right: for how many tokens the causal rule (the predictor, where that is the rule) says what the top k "
+        "says of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the "
+        "top k, route alike; differences in earlier layers count too."
+    )
+    bars = charts.bar_chart(
+        "Routed share of each layer",
+        "Under the causal choice.",
+        {str(layer): share for layer, share in zip(found.layers, shares[0], strict=True)},
+        "share of the tokens",
+    )
+    return pages.join([pages.table(heads, lines, about), bars])
 
 
 def _histograms(found: Routes) -> Html:
@@ -88,29 +127,29 @@ def _histogram(layer: int, scores: Sequence[float]) -> Html:
     for i, count in enumerate(counts):
         outline += [(low + i * step, float(count)), (low + (i + 1) * step, float(count))]
     about = f"How many of the {len(scores):,} tokens have which score."
-    return pages.line_chart(f"Layer {layer}", about, {"tokens": [*outline, (high, 0.0)]}, "router score", "tokens")
+    return charts.line_chart(f"Layer {layer}", about, {"tokens": [*outline, (high, 0.0)]}, "router score", "tokens")
 
 
 def _deep(found: Routes) -> Html:
     depths = found.depths
-    forms: dict[str, list[int]] = defaultdict(list)
+    by_form: dict[str, list[int]] = defaultdict(list)
     for token, depth in zip(found.tokens, depths, strict=True):
-        forms[token].append(depth)
-    known = sorted(((fmean(d), len(d), form) for form, d in forms.items() if len(d) >= 3), reverse=True)
+        by_form[token].append(depth)
+    known = sorted(((fmean(d), len(d), form) for form, d in by_form.items() if len(d) >= 3), reverse=True)
     picked = known if len(known) <= 20 else [*known[:10], *known[-10:]]
     lines = [[visible(form), count, f"{mean:.2f}"] for mean, count, form in picked]
     about = "The ten deepest and the ten shallowest of those that occur at least three times."
-    parts: list[object] = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
+    forms: list[object] = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
     size = max(1, len(depths) // 60)
     by_place = [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]
-    parts.append(
-        pages.line_chart("By position", f"Means of {size} tokens.", {"layers": by_place}, "token", "layers, mean")
-    )
+    parts = [
+        charts.line_chart("By position", f"Means of {size} tokens.", {"layers": by_place}, "token", "layers, mean")
+    ]
     losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
     if len(losses) >= 20:
         part = -(-len(losses) // 20)
         groups = [losses[i : i + part] for i in range(0, len(losses), part)]
         by_loss = [(fmean(x for x, _ in group), fmean(d for _, d in group)) for group in groups]
         said = "How many layers computed a token, by how hard it was to predict: groups of equal size."
-        parts.append(pages.line_chart("By loss", said, {"layers": by_loss}, "loss of the token, nats", "layers, mean"))
-    return pages.row(parts)
+        parts.append(charts.line_chart("By loss", said, {"layers": by_loss}, "loss of the token, nats", "layers, mean"))
+    return pages.join([*forms, pages.row(parts)])

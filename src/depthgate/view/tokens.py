@@ -33,7 +33,12 @@ def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers:
         f"<li>{_swatch(n, len(layers))} {_layers(n)}: {counts[n]:,} of {len(tokens):,} tokens</li>"
         for n in range(len(layers) + 1)
     ]
-    return join([Html(f"<pre>{''.join(spans)}</pre>"), Html(f'<ul class="legend">{"".join(keys)}</ul>')])
+    return join(
+        [
+            Html(f'<pre class="long" tabindex="0" role="region" aria-label="The text">{"".join(spans)}</pre>'),
+            Html(f'<ul class="legend">{"".join(keys)}</ul>'),
+        ]
+    )
 
 
 def _span(number: int, token: str, at: Sequence[int], most: int) -> str:

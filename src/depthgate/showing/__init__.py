@@ -1,0 +1,17 @@
+"""`depthgate view`: what a model does with a text, or how runs went; as a page, a picture, or on the terminal."""
+
+import sys
+from io import TextIOWrapper
+
+from depthgate.view.config import ViewConfig
+
+
+def run(config: ViewConfig, as_json: bool) -> None:
+    """One of the two."""
+    if config.terminal and isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a text may hold what a terminal cannot show
+    if config.model is not None:
+        from depthgate.showing.models import show
+    else:
+        from depthgate.showing.runs import show
+    show(config, as_json)

@@ -1,0 +1,80 @@
+"""`depthgate view --model DIR`: a model reads a text, and a page shows where its tokens went."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgate.showing.readers import Reader, losses, read_ids, reader
+from depthgate.train.loop import resolve_device
+from depthgate.view.config import ViewConfig
+from depthgate.view.experts import ExpertLayer, expert_layers, joined_experts
+from depthgate.view.output import check_out, write
+from depthgate.view.routes import Routes, joined, routes
+from depthgate.view.routes_page import routes_page
+
+
+def show(config: ViewConfig, as_json: bool) -> None:
+    """Write what is asked for; print its path, or what it says of each layer as JSON."""
+    outs = [check_out(Path(out)) for out in (config.page, config.png, config.svg) if out is not None]
+    model = reader(str(config.model), resolve_device(config.device))
+    ids = read_ids(model, config.text, config.prompt, config.tokens)
+    found, experts = read(model, ids)
+    title = f"depthgate view: {config.model}"
+    if config.png is not None or config.svg is not None:
+        from depthgate.view.figures import routes_figure, save
+
+        save(routes_figure(found, experts), config.png, config.svg)
+    if config.page is not None:
+        write(Path(config.page), routes_page(title, _about(config, model, found), found, experts))
+    if config.terminal and not as_json:
+        from depthgate.view.terminal import print_routes
+
+        print_routes(found, experts)
+    if as_json:
+        print(json.dumps(_told(config, found, experts)))
+        return
+    for out in outs:
+        print(out)
+
+
+def _about(config: ViewConfig, model: Reader, found: Routes) -> str:
+    where = config.text or ("the prompt" if config.prompt else "text that the run held out")
+    many = len(found.tokens)
+    parts = "" if many <= model.window else f" It was read {model.window:,} tokens at a time."
+    deciding = " Every router decides from the token alone (the causal choice), as in generation." * bool(found.layers)
+    return (
+        f"{config.model} reads {many:,} tokens of {where}. {len(found.layers)} of {found.depth} layers are "
+        f"routed.{deciding}{parts}"
+    )
+
+
+def _told(config: ViewConfig, found: Routes, experts: list[ExpertLayer]) -> dict[str, Any]:
+    return {
+        "page": config.page,
+        "tokens": len(found.tokens),
+        "layers": found.layers,
+        "routed_share": found.shares(found.causal),
+        "top_k_share": found.shares(found.top_k),
+        "agreement": found.agreement,
+        "rule_accuracy": found.accuracy,
+        "experts": [{"layer": e.layer, "load": e.load, "null_share": e.null_share} for e in experts],
+    }
+
+
+@torch.no_grad()
+def read(model: Reader, ids: list[int]) -> tuple[Routes, list[ExpertLayer]]:
+    """What the routers do with tokens, a window of them at a time, and how well each was predicted."""
+    parts, chosen = [], []
+    layers = [i + 1 for i, kind in enumerate(model.kinds) if kind in ("mod", "mode", "random")]
+    for start in range(0, len(ids), model.window):
+        part = ids[start : start + model.window]
+        tokens = torch.tensor([part])
+        logits, causal = model(tokens, True)
+        said = losses(logits, tokens)
+        del logits
+        top_k = model(tokens, False)[1]
+        parts.append(routes([model.text(i) for i in part], layers, len(model.kinds), causal, top_k, said))
+        chosen.append(expert_layers(model.kinds, causal, len(part)))
+    return joined(parts), joined_experts(chosen)

@@ -1,0 +1,150 @@
+"""Models that read a text, seen in one way: our Decoder, and models of transformers that `depthgate convert` wrote."""
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from depthgate.config import EvalConfig
+from depthgate.errors import DepthgateError
+from depthgate.hf.command import load as load_hf
+from depthgate.hf.conversion import routed_layers
+from depthgate.loading import LoadedDecoder, load
+from depthgate.routing import Plans
+from depthgate.train.batches import windows
+from depthgate.train.evaluate import documents_of
+from depthgate.train.routes import token_text
+
+_HF_WINDOW = 1024  # tokens read at once: the logits of a large vocabulary have to fit
+
+
+class Reader(Protocol):
+    """What a page wants to know of a model."""
+
+    kinds: tuple[str, ...]  # of its layers, as in ModelConfig.pattern
+    window: int  # tokens it reads at once
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text."""
+
+    def held_out(self, tokens: int) -> list[int]:
+        """The beginning of the text that the model's run held out."""
+
+    def text(self, token: int) -> str:
+        """What a token stands for."""
+
+    def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
+        """Logits and plans of tokens (1, T)."""
+
+
+def reader(folder: str, device: str) -> Reader:
+    """The model in a folder, whichever it is."""
+    if _is_hf(Path(folder)):
+        return HFReader(folder, device)
+    return DecoderReader(load(folder).to(device), folder)
+
+
+def _is_hf(folder: Path) -> bool:
+    """Whether a folder is of transformers: its config.json names a type of model, that of a run does not."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "model_type" in found
+
+
+class DecoderReader:
+    """Our own language model."""
+
+    def __init__(self, model: LoadedDecoder, folder: str = "") -> None:
+        self.model, self.folder = model, folder
+        self.kinds, self.window = model.config.kinds, model.config.context
+
+    def encode(self, text: str) -> list[int]:
+        return self.model.tokenizer.encode(text)
+
+    def held_out(self, tokens: int) -> list[int]:
+        documents = documents_of(EvalConfig(self.folder, "heldout"), self.model)
+        found: list[int] = windows(documents, [0], min(tokens, len(documents))).tokens[0].tolist()
+        return found
+
+    def text(self, token: int) -> str:
+        return token_text(self.model, token)
+
+    def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
+        return self.model(tokens.to(self.model.embed.weight.device), causal=causal)  # type: ignore[no-any-return]
+
+
+class HFReader:
+    """A causal language model of transformers; the routers of its routed layers hand their plans over."""
+
+    def __init__(self, folder: str, device: str) -> None:
+        self.model = load_hf(Path(folder)).to(device)
+        self.folder, self.tokenizer = folder, _tokenizer(folder)
+        routed = (getattr(self.model.config, "depthgate", None) or {}).get("layers", [])
+        self.kinds = tuple("mod" if i in routed else "dense" for i in range(self.model.config.num_hidden_layers))
+        self.window = min(self.model.config.max_position_embeddings, _HF_WINDOW)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text)["input_ids"]  # with the token that begins a text, where there is one
+        if ids and max(ids) >= self.model.config.vocab_size:
+            raise DepthgateError(f"{self.folder} has a tokenizer of another model: it makes the token {max(ids)}")
+        return ids
+
+    def held_out(self, tokens: int) -> list[int]:  # noqa: ARG002
+        raise DepthgateError(
+            "a Hugging Face model has no held-out text: say what it is to read with --text or --prompt"
+        )
+
+    def text(self, token: int) -> str:
+        piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+        said: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        if not said or "\ufffd" in said:  # a part of a character, or a token that is no text
+            return str(piece)
+        return f" {said}" if piece.startswith("▁") and not said.startswith(" ") else said
+
+    def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
+        plans: list[Any] = []
+        routers = [layer.depth_router for layer in routed_layers(self.model)]
+        hooks = [router.register_forward_hook(lambda _, __, plan: plans.append(plan)) for router in routers]
+        how = {"causal_routing": causal} if routers else {}
+        try:
+            logits = self.model(tokens.to(self.model.device), use_cache=False, **how).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits, Plans(plans)
+
+
+def _tokenizer(folder: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a damaged file may be anything
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise DepthgateError(f"{folder} has no tokenizer that loads: {why}") from None
+
+
+def read_ids(model: Reader, text: str | None, prompt: str | None, most: int) -> list[int]:
+    """The tokens to read: of a file, of a prompt, or of what the run held out."""
+    if prompt is None and text is None:
+        return model.held_out(most)
+    if prompt is None:
+        try:
+            with Path(str(text)).open(encoding="utf-8", errors="replace") as file:
+                prompt = file.read(64 * most)  # more than so many tokens can stand for, as a rule
+        except OSError as error:
+            raise DepthgateError(f"text is {text}: it cannot be read ({error.strerror})") from None
+    ids = model.encode(prompt)[:most]
+    if not ids:
+        raise DepthgateError(f"text is {text}: there is nothing in it to read")
+    return ids
+
+
+def losses(logits: Tensor, tokens: Tensor) -> list[float]:
+    """Nats of each token (1, T) given those before it; not a number for the first."""
+    said = torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:].to(logits.device), reduction="none")
+    return [float("nan"), *said.tolist()]

@@ -1,0 +1,83 @@
+// Slot maps of Soft MoE: for each slot, how much of each patch (or token) it holds.
+document.querySelectorAll("canvas.slots").forEach((canvas) => {
+  const data = JSON.parse(document.getElementById(canvas.dataset.from).textContent);
+  const said = document.getElementById(canvas.dataset.from + "-said");
+  const { rows, columns, into } = data, most = Math.max(...into.map((row) => Math.max(...row)));
+  const LABEL = 16, GAP = 10, flat = rows === 1;
+  let at = { slot: 0, cell: 0 }, across = 1, cell = 8, high = 8, base = null;
+
+  const shade = (share) => {  // dark violet to light yellow, even steps of lightness
+    const stops = [[13, 8, 35], [87, 21, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]];
+    const x = Math.max(0, Math.min(1, share)) * 4, i = Math.min(3, Math.floor(x)), f = x - i;
+    return `rgb(${stops[i].map((low, c) => Math.round(low + f * (stops[i + 1][c] - low))).join(" ")})`;
+  };
+  const place = (slot) => [(slot % across) * (columns * cell + GAP), Math.floor(slot / across) * (rows * high + LABEL + GAP)];
+  const name = (slot) => `expert ${Math.floor(slot / data.slots)}, slot ${slot % data.slots}`;
+
+  function layout() {
+    const wide = canvas.parentElement.clientWidth;
+    across = flat ? 1 : Math.max(1, Math.floor((wide + GAP) / (130 + GAP)));
+    across = Math.min(across, into.length);
+    cell = flat ? wide / columns : Math.min(24, (wide - GAP * (across - 1)) / across / columns);
+    high = flat ? 12 : cell;
+    const ratio = window.devicePixelRatio || 1;
+    const tall = Math.ceil(into.length / across) * (rows * high + LABEL + GAP);
+    canvas.style.height = tall + "px";
+    [base] = [document.createElement("canvas")];
+    for (const each of [canvas, base]) { each.width = Math.round(wide * ratio); each.height = Math.round(tall * ratio); }
+    const g = base.getContext("2d");
+    g.scale(ratio, ratio);
+    g.font = "11px system-ui, sans-serif";
+    g.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
+    into.forEach((_, slot) => { const [x, y] = place(slot); g.fillText(name(slot), x, y + 11); });
+    into.forEach((row, slot) => {
+      const [x, y] = place(slot);
+      row.forEach((weight, n) => {
+        g.fillStyle = shade(weight / most);
+        g.fillRect(x + (n % columns) * cell, y + LABEL + Math.floor(n / columns) * high, cell + .3, high + .3);
+      });
+    });
+    draw();
+  }
+
+  function draw() {
+    const g = canvas.getContext("2d"), ratio = window.devicePixelRatio || 1, [x, y] = place(at.slot);
+    if (!base.width) return;  // hidden: it will be painted when it has a size
+    g.setTransform(1, 0, 0, 1, 0, 0);
+    g.clearRect(0, 0, canvas.width, canvas.height);
+    g.drawImage(base, 0, 0);
+    g.setTransform(ratio, 0, 0, ratio, 0, 0);
+    g.strokeStyle = "#fff";
+    g.lineWidth = 2;
+    g.strokeRect(x + (at.cell % columns) * cell, y + LABEL + Math.floor(at.cell / columns) * high, Math.max(3, cell), high);
+  }
+
+  function tell() {
+    const n = at.cell, weight = into[at.slot][n];
+    const where = flat ? `${data.what} ${n}` : `${data.what} in row ${Math.floor(n / columns)}, column ${n % columns}`;
+    said.textContent = `${name(at.slot)}, ${where}: weight ${weight}, ${(weight * rows * columns).toFixed(2)} times an even share`;
+    draw();
+  }
+
+  canvas.addEventListener("mousemove", (event) => {
+    const box = canvas.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
+    const i = Math.floor(px / (columns * cell + GAP)), j = Math.floor(py / (rows * high + LABEL + GAP)), slot = j * across + i;
+    if (i < 0 || i >= across || slot < 0 || slot >= into.length) return;
+    const [x, y] = place(slot), c = Math.floor((px - x) / cell), r = Math.floor((py - y - LABEL) / high);
+    if (c < 0 || c >= columns || r < 0 || r >= rows) return;
+    at = { slot, cell: r * columns + c };
+    tell();
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: flat ? 0 : -columns, ArrowDown: flat ? 0 : columns }[event.key];
+    const turn = { PageUp: -1, PageDown: 1, ...(flat ? { ArrowUp: -1, ArrowDown: 1 } : {}) }[event.key];
+    if (turn) at.slot = Math.max(0, Math.min(into.length - 1, at.slot + turn));
+    else if (step) { if (at.cell + step >= 0 && at.cell + step < rows * columns) at.cell += step; }
+    else return;
+    event.preventDefault();
+    tell();
+  });
+  window.addEventListener("resize", layout);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layout);
+  layout();
+});

@@ -1,0 +1,34 @@
+"""One browser for all tests of a module, and one tiny trained run."""
+
+import pytest
+
+from tests.train.tiny import train, write_data
+from tests.view.chromium import Browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    opened = Browser()
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """A folder with runs of 6 steps: mod, resumed after step 5, and mode with experts, one of them null."""
+    folder = tmp_path_factory.mktemp("view")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(folder))
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        data = write_data(folder / "text.jsonl")
+        routed = ("--model.pattern=dense,mod", "--model.layers=4")
+        assert train(folder / "mod", data, 5, *routed) == 0
+        assert train(folder / "mod", data, 12, *routed, "--resume") == 0
+        experts = ("--model.experts=4", "--model.null_experts=2", "--model.capacity=0.5", "--model.rule=scores")
+        assert train(folder / "mode", data, 6, "--model.pattern=moe,mode", *experts) == 0
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def run(runs):
+    return runs / "mod"

@@ -1,0 +1,41 @@
+"""Pages that several tests open, and what is on them."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from depthgate.cli import main
+from depthgate.view.routes import Routes
+
+HOSTILE = "<script>alert(1)</script> </script><img src=x onerror=alert(2)> &amp; \x00\x1b \u202eabc\u202c שלום 👩‍👩‍👧 é"
+
+
+def view(*words) -> int:
+    return main(["view", *map(str, words)])
+
+
+def view_model(model, out, *more) -> int:
+    return view("--model", model, "--out", out, "--device", "cpu", *more)
+
+
+def page_data(page: Path, name: str = "routes"):
+    """The plain data that a page hands to its script."""
+    found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.S)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def large(tokens: int = 4000, layers: int = 8) -> Routes:
+    """A text as long as pages must stay smooth with."""
+    torch.manual_seed(0)
+    scores = [[round(x, 4) for x in torch.randn(tokens).tolist()] for _ in range(layers)]
+    causal = [[score > 1.1 for score in row] for row in scores]
+    top_k = [[score > 1.2 or 0.8 < score < 1 for score in row] for row in scores]
+    gates = [[round(1 + math.tanh(score), 4) if score > 1.1 else 0.0 for score in row] for row in scores]
+    words = ["the", " quick", " brown", "\n", " fox", ".", " <b>"]
+    texts = [words[i % 7] for i in range(tokens)]
+    numbers = [2 * i + 2 for i in range(layers)]
+    return Routes(texts, numbers, 2 * layers, scores, gates, causal, top_k, causal, [1.0] * tokens)

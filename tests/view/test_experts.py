@@ -1,0 +1,143 @@
+"""Experts and slots, by hand and from plans: loads, null shares, slot maps; figures and the terminal show the same."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+from rich.console import Console
+
+import depthgate as dg
+from depthgate.errors import DepthgateError
+from depthgate.routing import Groups, Plans, Slots
+from depthgate.showing.models import read
+from depthgate.showing.readers import DecoderReader
+from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
+from depthgate.view.routes import Routes
+from depthgate.view.terminal import print_routes
+from tests.view.pages import page_data, view, view_model
+
+TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
+
+
+def test_load_and_null_share_by_hand():
+    layer = ExpertLayer(2, 2, 1, [[0, 1], [0, 2], [], [0, 2]])
+    assert layer.load == [3 / 6, 1 / 6]
+    assert layer.null_share == 2 / 6
+    assert layer.effective == pytest.approx(math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))))
+    assert ExpertLayer(1, 3, 0, [[0], [1], [2]]).effective == pytest.approx(3)
+    assert ExpertLayer(1, 0, 0, [[]]).effective == 0
+
+
+def test_experts_of_a_model_are_those_of_its_plans(runs):
+    """Layer 1 is moe, layer 2 is mode: there the experts see the tokens that enter, and no others."""
+    model = dg.load(runs / "mode")
+    ids = model.tokenizer.encode(TEXT)[:32]
+    found, (moe, mode) = read(DecoderReader(model), ids)
+    outer, within = (p for p in model(torch.tensor([ids]), causal=True).plans[1:])
+    first = model(torch.tensor([ids]), causal=True).plans[0]
+    assert isinstance(first, Groups)
+    assert (moe.layer, moe.experts, moe.null_experts) == (1, 4, 2)
+    assert moe.choices == first.choice[0].tolist()
+    counts = torch.bincount(first.choice.flatten(), minlength=6).double() / first.choice.numel()
+    assert moe.load == pytest.approx(counts[:4].tolist())
+    assert moe.null_share == pytest.approx(counts[4:].sum().item())
+    assert isinstance(outer, Slots)
+    entering = outer.chosen[0, :, 0].nonzero()[:, 0].tolist()
+    assert 0 < len(entering) < len(ids)
+    assert [t for t, chosen in enumerate(mode.choices) if chosen] == entering
+    assert [mode.choices[t] for t in entering] == within.choice[0].tolist()[: len(entering)]
+    assert found.layers == [2]
+
+
+def test_plans_of_another_model_are_refused(runs):
+    model = dg.load(runs / "mode")
+    plans = model(torch.tensor([model.tokenizer.encode(TEXT)[:8]]), causal=True).plans
+    for kinds in (["moe"], ["mod", "mode"], ["moe", "mode", "mod"], ["dense", "dense"]):
+        with pytest.raises(DepthgateError, match="of another model"):
+            expert_layers(kinds, plans, 8)
+
+
+def test_the_page_of_experts(runs, tmp_path, capfd):
+    assert view_model(runs / "mode", tmp_path / "page.html", "--prompt", TEXT, "--json") == 0
+    told = json.loads(capfd.readouterr().out)["experts"]
+    assert [layer["layer"] for layer in told] == [1, 2]
+    for layer in told:
+        assert sum(layer["load"]) + layer["null_share"] == pytest.approx(1)
+    text = (tmp_path / "page.html").read_text()
+    assert "Layer 1, load of its experts" in text
+    assert f"{told[0]['null_share']:.1%}" in text
+
+
+def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
+    layer = dg.SoftMoE(8, num_experts=3, slots_per_expert=2)
+    _, plans = layer(torch.randn(2, 12, 8))
+    assert isinstance(plans, Plans)
+    found = plan_experts(1, plans[0], row=1)
+    assert torch.allclose(torch.tensor(found.into), plans[0].into[1].reshape(12, 6).T)
+    assert torch.tensor(found.into).sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-5)
+    assert found.load == pytest.approx(plans[0].back[1].sum(-1).mean(0).tolist())
+    assert sum(found.load) == pytest.approx(1, abs=1e-5)
+    plans.save_page(tmp_path / "page.html", grid=(3, 4), row=1)
+    data = page_data(tmp_path / "page.html", "slots-1")
+    assert (data["rows"], data["columns"], data["slots"]) == (3, 4, 2)
+    for shown, row in zip(data["into"], found.into, strict=True):
+        assert shown == pytest.approx(row, rel=5e-3)
+    with pytest.raises(DepthgateError, match=r"grid is \(5, 5\), but there are 12 tokens"):
+        plans.plot(grid=(5, 5))
+    with pytest.raises(DepthgateError, match="row is 2"):
+        plans.plot(row=2)
+    with pytest.raises(DepthgateError, match="3 tokens, and plans for 12"):
+        plans.plot(tokens=["a", "b", "c"])
+
+
+def test_plans_of_every_layer_can_be_plotted(runs):
+    x = torch.randn(2, 16, 8)
+    block = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    mask = torch.arange(16) < torch.tensor([[16], [5]])
+    model = dg.load(runs / "mode")
+    made = [
+        dg.MixtureOfDepths(block, 8, 0.25)(x, mask=mask)[1],
+        dg.MixtureOfExperts(8, 4, null_experts=2)(x)[1],
+        dg.MixtureOfExperts(8, 4, choice="experts")(x)[1],
+        dg.SoftMoE(8, 4)(x)[1],
+        dg.MoDEncoder(8, 16, num_layers=2).features(x)[1],
+        dg.SoftMoEEncoder(8, 16, num_layers=2).features(x)[1],
+        model(torch.tensor([model.tokenizer.encode(TEXT)[:16]])).plans,
+    ]
+    for plans in made:
+        assert isinstance(plans, Plans)
+        assert plans.plot()._repr_png_().startswith(b"\x89PNG")
+    figure = made[0].plot(row=1)
+    assert figure.subfigs[0].axes[0].images[0].get_array().shape == (1, 5)  # without the padding
+    chosen = made[4].plot().subfigs[0].axes[0].images[0].get_array() % 2
+    assert chosen.tolist() == [plan.chosen[0, :, 0].int().tolist() for plan in made[4]]
+
+
+def test_pictures_are_written_and_odd_tokens_do_not_harm(run, runs, tmp_path):
+    text = "a$b$^{x \\frac</svg><script>" + "\u202e\x00é"
+    assert view("--model", run, "--prompt", text, "--png", tmp_path / "a.png", "--svg", tmp_path / "a.svg") == 0
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "<script" not in (tmp_path / "a.svg").read_text()
+    assert view(run, runs / "mode", "--png", tmp_path / "b.png", "--svg", tmp_path / "b.svg") == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a.svg", "b.png", "b.svg"}  # and no page
+
+
+def test_the_terminal_colours_by_depth_and_obeys_no_text(run, capfd):
+    on, off = True, False
+    choice = [[off, on, on], [off, off, on]]
+    numbers = [[0.0] * 3] * 2
+    found = Routes(["[red]", "b\x1b[2J", "c\n"], [2, 4], 4, numbers, numbers, choice, choice, choice, [0.0] * 3)
+    console = Console(width=80, force_terminal=True, color_system="truecolor")
+    with console.capture() as said:
+        print_routes(found, [ExpertLayer(1, 2, 1, [[0], [0], [2]])], console)
+    backgrounds = re.findall(r"48;2;([\d;]+)m(\S*?)\x1b", said.get())
+    assert backgrounds[:2] == [("134;173;238", "b␛[2J"), ("31;95;191", "c")]  # one of two layers, both
+    assert said.get().startswith("[red]\x1b[")  # none, as it is
+    assert "\x1b[2J" not in said.get()
+    assert "66.7%" in said.get()
+    assert view("--model", run, "--prompt", "a lazy dog", "--terminal") == 0
+    out = capfd.readouterr().out
+    assert "a lazy dog" in out
+    assert "\x1b" not in out  # no terminal, no colours

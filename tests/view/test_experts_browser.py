@@ -1,0 +1,69 @@
+"""Experts and slot maps in a real browser."""
+
+import pytest
+import torch
+
+import depthgate as dg
+from tests.view.pages import view_model
+
+GRID = (6, 8)
+TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
+
+
+@pytest.fixture(scope="module")
+def soft():
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return dg.SoftMoE(16, num_experts=4, slots_per_expert=2)(3 * torch.randn(1, 48, 16))[1]
+
+
+@pytest.fixture(scope="module")
+def page(soft, tmp_path_factory):
+    out = tmp_path_factory.mktemp("soft") / "page.html"
+    soft.save_page(out, grid=GRID)
+    return out
+
+
+def test_slot_maps_have_all_patches_and_tell_their_weights(browser, page, soft):
+    browser.open(page)
+    assert browser.js("Number(document.querySelector('canvas.slots').dataset.cells)") == 8 * 48
+    box = browser.box("canvas.slots")
+    weights = soft[0].into[0].reshape(*GRID, 8)
+    gap, label = 10, 16  # between maps, above them; all eight stand side by side
+    cell = min(24, (box["width"] - gap * (8 - 1)) / 8 / 8)
+    for slot, row, column in ((0, 0, 0), (3, 5, 7), (7, 2, 4)):
+        browser.move(box["x"] + slot * (8 * cell + gap) + (column + 0.5) * cell, box["y"] + label + (row + 0.5) * cell)
+        said = browser.text("#slots-1-said")
+        wanted = float(f"{float(weights[row, column, slot]):.3g}")
+        assert said.startswith(
+            f"expert {slot // 2}, slot {slot % 2}, patch in row {row}, column {column}: weight {wanted}"
+        )
+    browser.assert_alone()
+
+
+def test_slot_maps_by_keyboard(browser, page, soft):
+    browser.open(page)
+    browser.js("document.querySelector('canvas.slots').focus()")
+    browser.press("ArrowRight", "ArrowRight", "ArrowDown", "PageDown", "ArrowLeft")
+    wanted = float(f"{float(soft[0].into[0, 9, 0, 1]):.3g}")
+    assert browser.text("#slots-1-said").startswith(f"expert 0, slot 1, patch in row 1, column 1: weight {wanted}")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_of_experts_fit_and_are_alone(browser, page, runs, tmp_path, width):
+    assert view_model(runs / "mode", tmp_path / "page.html", "--prompt", TEXT) == 0
+    for each in (page, tmp_path / "page.html"):
+        browser.open(each, width, dark=width == 390)
+        browser.assert_fits()
+        browser.assert_alone()
+    bars = browser.js("[...document.querySelectorAll('.bar')].map((bar) => bar.querySelector('title').textContent)")
+    assert len([bar for bar in bars if bar.startswith("null: ")]) == 2
+
+
+def test_tokens_without_a_grid_are_rows(browser, soft, tmp_path):
+    soft.save_page(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    browser.js("document.querySelector('canvas.slots').focus()")
+    browser.press("ArrowDown", "ArrowDown", "ArrowRight")
+    assert browser.text("#slots-1-said").startswith("expert 1, slot 0, token 1: weight")
+    browser.assert_alone()

@@ -1,0 +1,89 @@
+"""A converted Hugging Face model has the same page."""
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
+
+from depthgate.hf.conversion import routed_layers
+from tests.hf.zoo import ROUTED, dense, routed
+from tests.view.pages import page_data, view, view_model
+
+TEXT = " ".join(f"w{(7 * i) % 90}" for i in range(150))  # more than the model reads at once
+
+
+def save(model, folder):
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(routed("llama"), tmp_path_factory.mktemp("hf") / "routed")
+
+
+def test_the_page_holds_what_the_plans_say(folder, tmp_path):
+    page = tmp_path / "page.html"
+    assert view_model(folder, page, "--prompt", TEXT) == 0
+    data = page_data(page)
+    assert data["layers"] == [i + 1 for i in ROUTED]
+    assert data["tokens"] == TEXT.split()
+    model, width = routed("llama"), 128
+    ids = torch.tensor([[int(word[1:]) for word in TEXT.split()]])
+    for start in (0, width):
+        for causal, name in ((True, "causal"), (False, "top_k")):
+            plans = []
+            hooks = [
+                layer.depth_router.register_forward_hook(lambda _, __, plan: plans.append(plan))  # noqa: B023
+                for layer in routed_layers(model)
+            ]
+            with torch.no_grad():
+                model(ids[:, start : start + width], causal_routing=causal, use_cache=False)
+            for hook in hooks:
+                hook.remove()
+            for row, plan in enumerate(plans):
+                chosen = "".join(str(int(yes)) for yes in plan.chosen[0, :, 0].tolist())
+                assert data[name][row][start : start + width] == chosen
+                if causal:
+                    wanted = plan.scores[0, :, 0].tolist()
+                    assert data["scores"][row][start : start + width] == pytest.approx(wanted, abs=1e-3)
+    assert 0 < data["causal"][0].count("1") < 150
+
+
+def test_it_works_in_a_browser(browser, folder, tmp_path):
+    assert view_model(folder, tmp_path / "page.html", "--prompt", "w1 w2 w3") == 0
+    browser.open(tmp_path / "page.html")
+    assert browser.js("Number(document.getElementById('map').dataset.cells)") == 3 * len(ROUTED)
+    browser.click('pre [data-t="1"]')
+    score = page_data(tmp_path / "page.html")["scores"][0][1]
+    assert f"score {score}" in browser.text("#said")
+    browser.assert_alone()
+
+
+def test_a_dense_model_has_a_page_without_a_map_and_no_picture(tmp_path, capfd):
+    folder = save(dense("gpt2"), tmp_path / "dense")
+    assert view_model(folder, tmp_path / "page.html", "--prompt", "w1 w2") == 0
+    assert "no routed layers" in (tmp_path / "page.html").read_text()
+    assert view_model(folder, tmp_path / "other.html", "--prompt", "w1 w2", "--png", tmp_path / "a.png") == 2
+    assert "nothing to draw" in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"dense", "page.html"}
+
+
+def test_what_it_cannot_read_is_named(folder, tmp_path, capfd):
+    assert view_model(folder, tmp_path / "page.html") == 2
+    assert "--text or --prompt" in capfd.readouterr().err
+    (tmp_path / "cut").mkdir()
+    for file in folder.iterdir():
+        if "tokenizer" not in file.name:
+            (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
+    assert view("--model", tmp_path / "cut", "--prompt", "a", "--out", tmp_path / "page.html") == 2
+    assert "no tokenizer that loads" in capfd.readouterr().err
+    assert not (tmp_path / "page.html").exists()

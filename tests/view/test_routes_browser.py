@@ -1,0 +1,122 @@
+"""The page of a text in a real browser: what it shows is what the plans say, by mouse and by keyboard."""
+
+import time
+
+import pytest
+
+from depthgate.view.routes_page import routes_page
+from tests.view.pages import HOSTILE, large, page_data, view_model
+
+LEFT, TOP, ROW = 44, 22, 22  # of the map
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    page = tmp_path_factory.mktemp("big") / "page.html"
+    page.write_text(routes_page("a large text", "about", large()))
+    return page
+
+
+def hover(browser, token, row):
+    """Point at the middle of a cell."""
+    box = browser.box("#map")
+    start, stop = (int(browser.js(f"document.getElementById('map').dataset.{name}")) for name in ("from", "to"))
+    x = box["x"] + LEFT + (token - start + 0.5) * (box["width"] - LEFT) / (stop - start)
+    browser.move(x, box["y"] + TOP + (row + 0.5) * ROW)
+    return browser.text("#said")
+
+
+def test_the_map_has_all_cells_and_hovering_shows_their_numbers(browser, big):
+    found = large()
+    assert min(browser.open(big) for _ in range(3)) < 2  # seconds; one of them may meet a busy machine
+    assert browser.js("Number(document.getElementById('map').dataset.cells)") == 4000 * 8
+    assert browser.js("document.querySelectorAll('pre [data-t]').length") == 4000
+    kinds = {(on, best): t for t, (on, best) in enumerate(zip(found.causal[2], found.top_k[2], strict=True))}
+    assert len(kinds) == 4  # all that two rules can say
+    for t, row in ((3, 0), (2000, 3), (3999, 7), *((t, 2) for t in kinds.values())):
+        browser.click("#whole")
+        browser.click(f'pre [data-t="{t}"]')
+        browser.js("for (let i = 0; i < 12; i++) document.getElementById('closer').click()")
+        line = hover(browser, t, row)
+        on, best = found.causal[row][t], found.top_k[row][t]
+        assert line.startswith(f'Token {t} "')
+        assert f"layer {found.layers[row]}:" in line
+        assert f"score {found.scores[row][t]}" in line
+        assert ("skipped" in line) != on
+        assert ("not by the top k" in line) == (on and not best)
+        assert ("but in the top k" in line) == (best and not on)
+        assert (f"gate {found.gates[row][t]}" in line) if on else ("gate" not in line)
+    browser.assert_alone()
+
+
+def test_what_is_drawn_is_what_was_decided(browser, big):
+    """The colour in the middle of cells of the zoomed map: full where routed causally, the band's where skipped."""
+    found = large()
+    browser.open(big)
+    browser.js("for (let i = 0; i < 12; i++) document.getElementById('closer').click()")
+    start, stop = (int(browser.js(f"document.getElementById('map').dataset.{name}")) for name in ("from", "to"))
+    assert (start, stop) == (0, 8)
+    wanted = {(0, 0): "243,245,247", (0, 1): "243,245,247", (1, 0): "180,72,15", (1, 1): "31,95,191"}
+    for row in range(8):
+        for t in range(1, 8):  # the first has the mark
+            place = f"44 + ({t} + .5) * (c.clientWidth - 44) / 8, {TOP + row * ROW + 6}, 1, 1"
+            pixel = f"[...c.getContext('2d').getImageData({place}).data].slice(0, 3).join()"
+            seen = browser.js(f"((c) => {pixel})(document.getElementById('map'))")
+            assert seen == wanted[(found.causal[row][t], found.top_k[row][t])]
+
+
+def test_the_keyboard_moves_and_zooms(browser, big):
+    browser.open(big)
+    browser.js("document.getElementById('whole').focus()")
+    browser.press("Tab")  # to the map, which comes after its buttons
+    assert browser.js("document.activeElement.id") == "map"
+    said = []
+    for keys in (["ArrowRight", "ArrowRight", "ArrowDown"], ["End"], ["+", "+", "ArrowLeft"], ["Home"]):
+        browser.press(*keys)
+        said.append(browser.text("#said"))
+    for line, start in zip(said, ("Token 2 ", "Token 3999 ", "Token 3998 ", "Token 0 "), strict=True):
+        assert line.startswith(start)
+    assert "layer 4:" in said[0]
+    assert browser.js("document.getElementById('said').getAttribute('aria-live')") == "polite"
+    assert browser.js("document.getElementById('map').getAttribute('aria-label')").startswith("Map of 8 layers")
+    assert browser.js("[...document.querySelectorAll('svg[role=img]')].every((s) => s.querySelector('title'))")
+
+
+def test_a_large_map_stays_smooth(browser, big):
+    """Sixty moves over the whole text, drawn and said, in less than 50 milliseconds each, the pipe included."""
+    browser.open(big)
+    box = browser.box("#map")
+
+    def seconds():
+        start = time.monotonic()
+        for i in range(60):
+            browser.move(box["x"] + 60 + 10 * i, box["y"] + TOP + 5 + i % 150)
+        browser.js("new Promise((done) => requestAnimationFrame(done))")
+        return time.monotonic() - start
+
+    assert min(seconds() for _ in range(3)) < 3
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_it_fits_any_window_and_any_light(browser, big, width, dark):
+    browser.open(big, width, dark=dark)
+    browser.assert_fits()
+    browser.assert_alone()
+    assert browser.js("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)"
+    )
+
+
+def test_hostile_text_runs_nothing(browser, run, tmp_path):
+    page = tmp_path / "page.html"
+    assert view_model(run, page, "--prompt", HOSTILE) == 0
+    browser.open(page)
+    tokens = page_data(page)["tokens"]
+    spans = browser.js("[...document.querySelectorAll('pre [data-t]')].map((span) => span.textContent)")
+    assert spans == tokens  # what would not be seen, or turn the text round, as a sign
+    assert "".join(spans).startswith("<script>alert(1)</script>")
+    assert browser.js("document.images.length") == 0
+    browser.click('pre [data-t="3"]')
+    assert browser.text("#said").startswith(f'Token 3 "{tokens[3]}", layer 2')
+    browser.assert_alone()

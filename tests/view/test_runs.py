@@ -1,0 +1,165 @@
+"""`depthgate view RUN_DIR...`: the page holds what metrics.jsonl says; what cannot be read is left out and named."""
+
+import json
+import math
+import shutil
+
+import pytest
+
+from depthgate.errors import DepthgateError
+from depthgate.view.runs import Run, curve, read_runs
+from depthgate.view.runs_page import runs_page, unit
+from tests.train.tiny import rows
+from tests.view.pages import view
+
+
+def a_run(name="a", steps=10, **more) -> Run:
+    """A run by hand: the loss of step n is 10 - n."""
+    made = [
+        {
+            "step": n,
+            "tokens": 100 * n,
+            "flops": 1e9 * n,
+            "seconds": 2.0 * n,
+            "loss": 10.0 - n,
+            "routed_share": [0.25, 0.5],
+            "tokens_per_second": 50.0,
+            "resumed": False,
+        }
+        for n in range(1, steps + 1)
+    ]
+    return Run(name, made, **more)
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A run that may be spoilt."""
+    shutil.copytree(run, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_rows_are_read_as_they_were_written_and_resumes_are_known(run):
+    (found,) = read_runs([str(run)])
+    wanted = rows(run)
+    assert [row["step"] for row in found.rows] == list(range(1, 13))
+    for mine, row in zip(found.rows, wanted, strict=True):
+        assert {key: row[key] for key in mine if key not in ("resumed", "step")} == {
+            key: mine[key] for key in mine if key not in ("resumed", "step")
+        }
+    assert [row["step"] for row in wanted if row.get("resumed")] == [6]
+    assert found.notes == []
+    told = found.summary
+    assert told["resumed_after"] == [5]
+    assert told["steps_asked"] == 12
+    assert told["loss"] == pytest.approx(sum(row["loss"] for row in wanted) / 12)
+
+
+def test_curves_by_hand():
+    run = a_run()
+    assert curve(run, "tokens", "loss")[0] == [(100.0 * n, 10.0 - n) for n in range(1, 11)]
+    points, size = curve(run, "step", "loss", most=4)
+    assert size == 3
+    assert points == [(3.0, 8.0), (6.0, 5.0), (9.0, 2.0), (10.0, 0.0)]  # means of three, at the last of them
+    run.rows[1]["loss"] = None
+    assert curve(run, "step", "loss", most=4)[0][0] == (3.0, 8.0)  # of 9 and 7
+    assert math.isnan(curve(run, "step", "loss")[0][1][1])
+    assert curve(run, "step", "routed_share")[0][0] == (1.0, 0.375)
+    assert curve(run, "step", "routed_share/1")[0][0] == (1.0, 0.5)
+    assert unit([run], "tokens") == (1.0, "tokens")
+    assert unit([a_run(steps=30)], "tokens") == (1e3, "thousand tokens")
+    assert unit([run], "flops") == (1e9, "GFLOPs")
+    assert unit([a_run(steps=60)], "seconds") == (60, "minutes")
+    assert run.summary["bad_steps"] == 1
+
+
+def test_a_row_cut_short_is_left_out_and_named(copy, tmp_path, capfd):
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 13, "loss": 1.')
+    assert view(copy, "--out", tmp_path / "page.html", "--json") == 0
+    told = json.loads(capfd.readouterr().out)["runs"][0]
+    assert told["step"] == 12
+    assert told["notes"] == ["the last line of metrics.jsonl is cut short, and left out"]
+    assert "the last line of metrics.jsonl is cut short" in (tmp_path / "page.html").read_text()
+
+
+def test_lines_that_are_no_rows_are_left_out_and_counted(copy):
+    path = copy / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    strange = [b"\xff\xfe\n", b"[1]\n", b"null\n", b'{"step": "x"}\n', lines[2], b"[" * 5000 + b"\n", b'{"step":NaN}\n']
+    path.write_bytes(b"".join([*lines[:4], *strange, *lines[4:]]))
+    (copy / "config.json").write_text("{")
+    (found,) = read_runs([str(copy)])
+    assert [row["step"] for row in found.rows] == list(range(1, 13))
+    assert "7 of the lines of metrics.jsonl cannot be read, and are left out: 5, 6, 7, 8, 9, ..." in found.notes
+    assert any("config.json cannot be read" in note for note in found.notes)
+    assert "unknown" in runs_page([found])
+
+
+def test_a_run_without_a_step_has_a_page(copy, tmp_path):
+    (copy / "metrics.jsonl").write_text("")
+    assert view(copy, "--out", tmp_path / "page.html", "--png", tmp_path / "a.png") == 0
+    assert "no step is recorded yet" in (tmp_path / "page.html").read_text()
+
+
+def test_runs_have_names_that_tell_them_apart(copy, tmp_path):
+    for name in ("x/run", "y/run"):
+        shutil.copytree(copy, tmp_path / name)
+    found = read_runs([str(tmp_path / "x/run"), str(tmp_path / "y/run")])
+    assert [run.name for run in found] == ["x/run", "y/run"]
+    with pytest.raises(DepthgateError, match="named twice"):
+        read_runs([str(copy), str(copy)])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["empty"], "empty is no run: it has no metrics.jsonl"),
+        (["absent"], "absent is no folder"),
+        (["run", "--out", "no/such/page.html"], "name a file in a folder that exists"),
+        (["run", "--out", "empty"], "name a file"),
+        (["run", "--prompt", "a"], "text and prompt are for --model"),
+        (["run", "--port", "70000"], "port is 70000"),
+        ([], "either folders of runs"),
+        (["study"], "study has no report.html yet"),
+        (["study", "run"], "study is a study of `depthgate isoflop`: give it alone"),
+    ],
+)
+def test_bad_input_is_named(copy, tmp_path, monkeypatch, capfd, words, says):
+    monkeypatch.chdir(tmp_path)
+    copy.rename("run")
+    for name in ("empty", "study"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "study" / "grid.json").write_text("{}")
+    assert view(*words) == 2
+    assert says in capfd.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "empty", "study"}
+
+
+def test_a_study_opens_its_report(tmp_path, capfd):
+    study = tmp_path / "study"
+    study.mkdir()
+    (study / "grid.json").write_text("{}")
+    (study / "report.html").write_text("<!doctype html>")
+    assert view(study) == 0
+    assert capfd.readouterr().out.strip() == str(study / "report.html")
+    assert view(study, "--out", tmp_path / "copy.html", "--json") == 0
+    assert json.loads(capfd.readouterr().out) == {"page": str(tmp_path / "copy.html")}
+    assert (tmp_path / "copy.html").read_text() == "<!doctype html>"
+    assert view(study, "--terminal") == 2
+
+
+def test_a_page_of_long_runs_stays_small_and_hostile_names_are_text():
+    evil = "</title><script>alert(1)</script>"
+    page = runs_page([a_run(evil, 48_000), a_run("b", 20_000), a_run("c", 10)])
+    assert len(page.encode()) < 1_000_000
+    assert page.count("<script") == 1  # ours
+    assert "Each point is the mean of 200 steps." in page
+
+
+def test_the_terminal_has_all_runs(run, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert view(run, "--terminal") == 0
+    out = capfd.readouterr().out
+    assert "mod" in out
+    assert f"{sum(row['loss'] for row in rows(run)) / 12:.4f}" in out
+    assert "█" in out
