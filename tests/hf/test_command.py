@@ -36,7 +36,7 @@ def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys
     printed = capsys.readouterr().out
     assert "    2           30%\n    3           100%\n" in printed
     out = folder.parent / "routed"
-    assert {path.name for path in out.iterdir()} == {*before, "tokenizer.json"}
+    assert {path.name for path in out.iterdir()} == {*before, "tokenizer.json", "modeling_depthgate.py"}
     assert {name: (folder / name).read_bytes() for name in before} == before
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.depthgate == {

@@ -1,12 +1,14 @@
 """The classes of routed models, one set for each family, made from transformers' own when somebody asks for one."""
 
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from depthgate.errors import DepthgateError
+from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
 from depthgate.hf.layer import RoutedLayer
@@ -25,9 +27,22 @@ class RoutedConfig(_Config):  # type: ignore[misc]
     """A family's config with one more value, `depthgate`: see Routing."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_code(kwargs.get("auto_map"), self.model_type)
         super().__post_init__(**kwargs)
         if self.depthgate is not None:  # as in the config that others are compared with
             Routing.read(self.depthgate, self.num_hidden_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "auto_map": code_names(self.model_type)}
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        if not Path(save_directory).is_file():  # which transformers refuses
+            write_code(self.model_type, Path(save_directory))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy our source into whatever is saved later."""
 
 
 class RoutedModel(_Model):  # type: ignore[misc]
@@ -38,6 +53,10 @@ class RoutedModel(_Model):  # type: ignore[misc]
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         install(self)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing, as for the config."""
 
     def initialize_weights(self) -> None:
         """What a checkpoint does not hold: routers that are not in it are neutral."""
