@@ -106,17 +106,13 @@ def rewrite(folder, **values):
         (lambda f: (f / "config.json").unlink(), [], "has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), [], "cannot be loaded"),
         (lambda f: rewrite(f, hidden_size=48), [], "cannot be loaded|mismatched"),
-        (
-            lambda f: rewrite(f, model_type="bert", architectures=["BertLMHeadModel"]),
-            [],
-            "cannot be|missing|unexpected",
-        ),
+        (lambda f: rewrite(f, model_type="bert"), [], r"dense cannot be routed: .* called as layer\(hidden_states, "),
+        (lambda f: rewrite(f, model_type="none_such"), [], "dense cannot be routed"),
+        (lambda f: rewrite(f, model_type=3), [], "does not name a model_type"),
+        (lambda f: rewrite(f, model_type="t5", is_encoder_decoder=True), [], "reads an encoder's output"),
+        (lambda f: rewrite(f, model_type="depthgate_qwen3"), [], "routed already"),
         (lambda f: rewrite(f, auto_map={"AutoModelForCausalLM": "evil.Evil"}), [], "names code to run"),
-        (
-            lambda f: rewrite(f, quantization_config={"quant_method": "gptq", "bits": 4}),
-            [],
-            "quantised|cannot be loaded",
-        ),
+        (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), [], "has quantised weights"),
         (lambda f: (f.parent / "routed").mkdir(), [], "is there already"),
         (lambda f: None, ["--layers", "7"], "a layer is 7"),
         (lambda f: None, ["--layers", "some"], "layers is 'some'"),
@@ -130,8 +126,10 @@ def rewrite(folder, **values):
 def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys, damage, options, why):
     damage(folder)
     there = sorted(folder.parent.iterdir())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert convert(folder, *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("depthgate: error: ")
     assert re.search(why, error), error
     assert sorted(folder.parent.iterdir()) == there
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

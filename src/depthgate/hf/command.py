@@ -12,9 +12,10 @@ from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.change import layer_changes, least_changing
+from depthgate.hf.code import check_config
 from depthgate.hf.config import ConvertConfig
 from depthgate.hf.conversion import convert, set_capacity
-from depthgate.hf.families import family_of
+from depthgate.hf.families import check_config_values, family_of
 from depthgate.hf.source import gguf_of, load, load_tokenizer
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
@@ -28,6 +29,8 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     """Convert, check, save, and say what was done."""
     source, out = Path(config.model), Path(config.out)
     check_new(out)
+    if (source / "config.json").is_file() and gguf_of(source) is None:
+        check_config_values(check_config(source / "config.json"), str(source))
     model = load(source)
     family_of(model)
     changes, layers = None, config.layer_choice
