@@ -12,7 +12,7 @@ from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
 from depthgate.hf.layer import RoutedLayer
-from depthgate.hf.tokens import argument_names, hand_down
+from depthgate.hf.tokens import PADDING, argument_names, hand_down
 from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Predictor, Threshold
 
@@ -57,6 +57,20 @@ class RoutedModel(_Model):  # type: ignore[misc]
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Nothing, as for the config."""
+
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """For a static cache transformers makes a mask of all places, which no longer tells which of the new tokens are
+        padding: that goes beside it."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
+        padding = kwargs.get("attention_mask")
+        made: Any = inputs.get("attention_mask")
+        if made is not padding and (isinstance(made, dict) or made.ndim == 4):
+            ids = inputs.get("input_ids")
+            new = (inputs["inputs_embeds"] if ids is None else ids).shape[1]
+            # Strides that grow with the text would be compiled for anew.
+            fixed = torch.contiguous_format
+            inputs[PADDING] = None if padding is None else padding[:, -new:].clone(memory_format=fixed)
+        return inputs
 
     def initialize_weights(self) -> None:
         """What a checkpoint does not hold: routers that are not in it are neutral."""
