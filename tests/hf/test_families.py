@@ -158,6 +158,23 @@ def test_checkpointing_gives_the_same_gradients(kind, reentrant):
 
 
 @families
+def test_a_forward_pass_of_training_compiles_to_one_graph(kind):
+    """Padded rows, top k; the loss stands outside, as transformers' own of GPT-2 breaks the graph."""
+    ids, mask = tokens(2, 12), (torch.arange(12) < torch.tensor([[12], [9]])).long()
+    found = []
+    for compiled in (False, True):
+        model = routed(kind, rule="predictor").train()
+        call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        logits = call(ids, attention_mask=mask, use_cache=False).logits
+        logits[mask.bool()].logsumexp(-1).sum().backward()
+        grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        found.append({"logits": logits[mask.bool()].detach(), **grads})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@families
 @torch.no_grad()
 def test_hidden_states_and_attentions_are_recorded(kind):
     out = routed(kind, "eager")(tokens(2, 8), output_hidden_states=True, output_attentions=True, use_cache=False)
