@@ -132,6 +132,7 @@ def model_classes(kind: str) -> tuple[type, type]:
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
     )
+    from transformers.models.auto import modeling_auto
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not OLDEST <= version < (6, 0):
@@ -151,6 +152,8 @@ def model_classes(kind: str) -> tuple[type, type]:
     if stored is not None:  # weights lie in files under other names
         register_checkpoint_conversion_mapping(PREFIX + kind, stored, overwrite=True)
     transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
+    # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + kind] = model.__name__
     return config, model
 
 
