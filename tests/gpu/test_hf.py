@@ -1,11 +1,10 @@
-"""Converted transformers models on CUDA: what they compute there is what they compute on the CPU, by every attention."""
+"""Converted transformers models on CUDA compute what they do on the CPU, by every kind of attention."""
 
 import pytest
-import torch
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
+import torch
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 from transformers.masking_utils import flash_attention_mask
@@ -14,6 +13,7 @@ import depthgate as dg
 from tests.conftest import close
 from tests.hf.zoo import FAMILY_NAMES, routed, tokens, with_random_routers
 
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
 

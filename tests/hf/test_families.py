@@ -148,6 +148,8 @@ def test_checkpointing_gives_the_same_gradients(kind, reentrant):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         model(ids, labels=ids, use_cache=False).loss.backward()
+        model(ids, labels=ids, attention_mask=(torch.arange(12) < torch.tensor([[12], [9]])).long()).loss.backward()
+        model(ids, labels=ids, position_ids=torch.arange(12)[None] % 7, use_cache=False).loss.backward()
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
     plain, again = gradients(False), gradients(True)

@@ -1,6 +1,6 @@
 """The classes of routed models, one set for each family, made from transformers' own when somebody asks for one."""
 
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +58,6 @@ class RoutedModel(_Model):  # type: ignore[misc]
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Nothing, as for the config."""
 
-    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """For a static cache transformers makes a mask of all places, which no longer tells which of the new tokens are
-        padding: that goes beside it."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
-        padding = kwargs.get("attention_mask")
-        made: Any = inputs.get("attention_mask")
-        if made is not padding and (isinstance(made, dict) or made.ndim == 4):
-            ids = inputs.get("input_ids")
-            new = (inputs["inputs_embeds"] if ids is None else ids).shape[1]
-            # Strides that grow with the text would be compiled for anew.
-            fixed = torch.contiguous_format
-            inputs[PADDING] = None if padding is None else padding[:, -new:].clone(memory_format=fixed)
-        return inputs
-
     def initialize_weights(self) -> None:
         """What a checkpoint does not hold: routers that are not in it are neutral."""
         from transformers.initialization import zeros_
@@ -114,6 +100,26 @@ def install(model: Any) -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), ROUTER}
 
 
+def with_padding(prepare: Any) -> Any:
+    """A model's prepare_inputs_for_generation, with what its routed layers need. For a static cache transformers makes
+    a mask of all places, which no longer tells which of the new tokens are padding: that goes beside it."""
+
+    @wraps(prepare)  # transformers looks at its arguments
+    def prepared(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare(self, input_ids, *args, **kwargs)
+        padding = kwargs.get("attention_mask")
+        made: Any = inputs.get("attention_mask")
+        if made is not padding and (isinstance(made, dict) or made.ndim == 4):
+            ids = inputs.get("input_ids")
+            new = (inputs["inputs_embeds"] if ids is None else ids).shape[1]
+            # Strides that grow with the text would be compiled for anew.
+            fixed = torch.contiguous_format
+            inputs[PADDING] = None if padding is None else padding[:, -new:].clone(memory_format=fixed)
+        return inputs
+
+    return prepared
+
+
 @cache
 def layer_class(kind: str) -> type[RoutedLayer]:
     """The routed decoder layer of a family."""
@@ -147,6 +153,7 @@ def model_classes(kind: str) -> tuple[type, type]:
     }
     config = strict(type(f"MoD{family.config}", (RoutedConfig, base.config_class), body))
     body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
+    body["prepare_inputs_for_generation"] = with_padding(base.prepare_inputs_for_generation)
     model = type(f"MoD{family.model}", (RoutedModel, base), body)
     stored = get_checkpoint_conversion_mapping(kind)
     if stored is not None:  # weights lie in files under other names
