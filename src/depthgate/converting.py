@@ -33,7 +33,7 @@ def run(config: ConvertConfig, as_json: bool) -> int:
 
 
 def _export(config: ConvertConfig, source: Path, out: Path, as_json: bool) -> int:
-    command.check_new(out)
+    command.check_new(out, source)
     decoder = load(source)
     model = export(decoder, config.to)
     length = min(config.probe, decoder.config.context)

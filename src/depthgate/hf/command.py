@@ -28,7 +28,7 @@ _CALIBRATION = (8, 256)  # sequences, and tokens of each
 def run(config: ConvertConfig, as_json: bool) -> int:
     """Convert, check, save, and say what was done."""
     source, out = Path(config.model), Path(config.out)
-    check_new(out)
+    check_new(out, source)
     if (source / "config.json").is_file() and gguf_of(source) is None:
         check_config_values(check_config(source / "config.json"), str(source))
     model = load(source)
@@ -41,6 +41,8 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     chance = torch.Generator().manual_seed(config.seed)
     probe = torch.randint(model.config.vocab_size, (2, length), generator=chance)
     dense = logits(model, probe)
+    if not dense.isfinite().all():
+        raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
     convert(model, 1.0, layers, gate=config.gate, rule=config.rule)
     difference = max(distance(logits(model, probe, causal_routing=causal), dense) for causal in (True, False))
     if not difference <= _TOLERANCE[model.dtype]:
@@ -54,10 +56,12 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     return 0
 
 
-def check_new(out: Path) -> None:
-    """Nothing is ever written over."""
+def check_new(out: Path, source: Path) -> None:
+    """Nothing is ever written over, or into what is read."""
     if out.exists() or out.is_symlink():
         raise InvalidValueError(f"{out} is there already: give --out a folder that is not")
+    if source.is_dir() and source.resolve() in out.resolve().parents:
+        raise InvalidValueError(f"{out} is within {source}, which stays as it is: give --out another folder")
 
 
 @torch.no_grad()

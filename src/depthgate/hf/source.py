@@ -68,7 +68,7 @@ def _check_whole(gguf: Any, path: Path) -> None:
         parts = reader.fields.get("split.count")
         count = 1 if parts is None else int(parts.parts[parts.data[0]][0])
     except Exception as error:  # a damaged file may be anything
-        raise DepthgateError(f"{path} cannot be loaded: {_first_line(error)}: it is no GGUF file, or cut") from None
+        raise DepthgateError(f"{path} cannot be loaded: {_why(error)}: it is no GGUF file, or cut") from None
     if count > 1:
         raise DepthgateError(f"{path} is one of {count} parts: join them first (llama-gguf-split --merge)")
     if end > path.stat().st_size or not reader.tensors:
@@ -84,7 +84,7 @@ def _loaded(auto: Any, folder: Path, **how: Any) -> Any:
     except DepthgateError:
         raise
     except Exception as error:  # a damaged file may be anything
-        raise DepthgateError(f"{what} cannot be loaded: {_first_line(error)}") from None
+        raise DepthgateError(f"{what} cannot be loaded: {_why(error)}") from None
     for kind in ("missing", "mismatched", "unexpected"):
         if keys := sorted(map(str, info.get(f"{kind}_keys") or ())):
             raise DepthgateError(f"{what} has {kind} weights ({', '.join(keys)[:200]}): it is of another model, or cut")
@@ -102,8 +102,14 @@ def load_tokenizer(path: Path) -> Any:
             path if packed is None else packed.parent, local_files_only=True, trust_remote_code=False, **how
         )
     except Exception as error:
-        raise DepthgateError(f"{path} has no tokenizer that loads: {_first_line(error)}") from None
+        raise DepthgateError(f"{path} has no tokenizer that loads: {_why(error)}") from None
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _why(error: Exception) -> str:
+    """What transformers found wrong, in a line; with our words where its own mislead."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "weights_only" in text:
+        return "its weights are a pickle that is damaged or names code, which is never run: take safetensors"
+    if "ignore_mismatched_sizes" in text:
+        return "its weights have other sizes than its config.json says"
+    return text[:300]
