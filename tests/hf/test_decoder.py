@@ -8,10 +8,13 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import depthgate as dg
 from depthgate.cli import main
+from depthgate.flops import forward_flops, parameters
 from depthgate.hf.table import names
 from depthgate.routing import causal_bce
 from tests.conftest import close
@@ -61,6 +64,29 @@ def test_export_and_back_give_the_same_logits_and_routes(name):
     state = mine.state_dict()
     assert all(torch.equal(value, state[key]) for key, value in again.state_dict().items())
     assert again.config.kinds == mine.config.kinds
+
+
+@configs
+def test_weights_and_flops_are_counted_with_heads_of_any_width(name):
+    model = decoder(name)
+    assert parameters(model.config) == sum(weight.numel() for weight in model.parameters())
+    with torch.no_grad(), FlopCounterMode(display=False) as counted, sdpa_kernel(SDPBackend.MATH):
+        model(tokens(1, 16))
+    assert forward_flops(model.config, 16) * 16 == pytest.approx(counted.get_total_flops())
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"head_dim": 7}, "head_dim is 7: rotary positions need an even head size"),
+        ({"head_dim": 0}, "head_dim is 0"),
+        ({"norm_eps": 0}, "norm_eps is 0"),
+        ({"heads": 5, "dim": 32}, "dim 32 is not divisible by heads 5"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(values, why):
+    with pytest.raises(dg.DepthgateError, match=why):
+        dg.ModelConfig(**{**SHAPE, **values})
 
 
 @configs
