@@ -17,8 +17,9 @@ import torch
 
 import depthgate as dg
 from depthgate.cli import main
-from depthgate.config import DemoConfig, EvalConfig
+from depthgate.config import EvalConfig
 from depthgate.demo import measure, report, runs
+from depthgate.demo.config import DemoConfig
 from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots

@@ -16,8 +16,9 @@ from jsonargparse import ArgumentParser, Namespace
 
 from depthgate._version import __version__
 from depthgate.bench.config import BenchGenerateConfig, BenchLayersConfig, BenchTrainConfig
-from depthgate.config import DemoConfig, EvalConfig, PresetsConfig, TrainConfig, build
+from depthgate.config import EvalConfig, PresetsConfig, TrainConfig, build
 from depthgate.console import guarded, silence
+from depthgate.demo.config import DemoConfig
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
@@ -86,13 +87,13 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "eval": (EvalConfig, _late("depthgate.train.evaluate")),
     "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
     "generate": (GenerateConfig, _late("depthgate.generation.command")),
-    "convert": (ConvertConfig, _late("depthgate.hf.command")),
+    "convert": (ConvertConfig, _late("depthgate.converting")),
     "view": (ViewConfig, _late("depthgate.showing")),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),
     "bench-train": (BenchTrainConfig, _late("depthgate.bench.train")),
     "bench-generate": (BenchGenerateConfig, _late("depthgate.bench.generate")),
-    "demo": (DemoConfig, _late("depthgate.demo")),
+    "demo": (DemoConfig, _late("depthgate.demo.command")),
 }
 
 

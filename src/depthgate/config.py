@@ -41,6 +41,7 @@ _MOST = {
     "null_experts": 2**14,
     "shared_experts": 2**8,
     "expert_hidden": 2**20,
+    "head_dim": 2**16,
 }
 
 
@@ -70,6 +71,8 @@ class ModelConfig:
         qk_norm: normalise queries and keys
         tied: use the embedding as the head
         rope_base: base of the rotary positions
+        head_dim: width of a head; dim / heads unless given
+        norm_eps: what norms add to the mean square; the precision of the numbers unless given
     """
 
     vocab: int = 257
@@ -91,21 +94,25 @@ class ModelConfig:
     qk_norm: bool = False
     tied: bool = True
     rope_base: float = 10_000.0
+    head_dim: int | None = None
+    norm_eps: float | None = None
 
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             value = getattr(self, name)
-            if value is not None or name not in ("kv_heads", "hidden", "expert_hidden"):
+            if value is not None or name not in ("kv_heads", "hidden", "expert_hidden", "head_dim"):
                 check_count(value, name, int(name not in ("null_experts", "shared_experts")), most)
         check_count(self.top_k, "top_k", maximum=self.experts)
-        head_dim = check_divides(self.heads, self.dim, "heads", "dim")
-        if head_dim % 2:
-            raise InvalidValueError(f"dim / heads is {head_dim}: rotary positions need an even head size; change one")
+        if self.head_size % 2:
+            what = "dim / heads" if self.head_dim is None else "head_dim"
+            raise InvalidValueError(f"{what} is {self.head_size}: rotary positions need an even head size; change it")
         check_divides(self.kv_heads or self.heads, self.heads, "kv_heads", "heads")
         check_capacity(self.capacity)
         check_choice(self.gate, "gate", GATE_NAMES)
         check_choice(self.rule, "rule", RULE_NAMES)
         check_positive(self.rope_base, "rope_base")
+        if self.norm_eps is not None:
+            check_positive(self.norm_eps, "norm_eps")
         for name in ("qk_norm", "tied"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidValueError(f"{name} is {getattr(self, name)!r}: it must be true or false")
@@ -118,6 +125,11 @@ class ModelConfig:
                     "use moe, or an encoder"
                 )
             check_choice(kind, "pattern", KINDS)
+
+    @property
+    def head_size(self) -> int:
+        """The width of a head."""
+        return self.head_dim or check_divides(self.heads, self.dim, "heads", "dim")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -270,24 +282,3 @@ class EvalConfig:
 @dataclass(frozen=True)
 class PresetsConfig:
     """List the presets of depthgate train, with parameters and FLOPs."""
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report.
-
-    Args:
-        out: folder of both runs and of report.html
-        steps: optimizer steps of tiny-mod; tiny-dense takes as many as cost the same
-        data: text, as for depthgate train
-        seed: seed of weights, of the order of the data, and of the samples
-    """
-
-    out: str = "runs/demo"
-    steps: int = 250
-    data: str = "stdlib"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_count(self.steps, "steps")
-        check_count(self.seed, "seed", minimum=0)

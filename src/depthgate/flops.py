@@ -40,9 +40,9 @@ def _linear(rows: int, inputs: int, outputs: int, *, bias: bool = False, input_g
 
 def _attention(config: ModelConfig, rows: int) -> Cost:
     """Rows of one sequence that attend to each other."""
-    d, heads, kv = config.dim // config.heads, config.heads, config.kv_heads or config.heads
-    cost = _linear(rows, config.dim, (heads + 2 * kv) * d) + _linear(rows, config.dim, config.dim)
-    scores = 2 * rows * rows * config.dim  # q k^T over all heads; the weights times v cost the same
+    d, heads, kv = config.head_size, config.heads, config.kv_heads or config.heads
+    cost = _linear(rows, config.dim, (heads + 2 * kv) * d) + _linear(rows, heads * d, config.dim)
+    scores = 2 * rows * rows * heads * d  # q k^T over all heads; the weights times v cost the same
     norms = Cost(2 * d) if config.qk_norm else Cost()
     return cost + Cost(0, 2 * scores, 3 * 2 * scores) + norms
 

@@ -1,4 +1,5 @@
-"""`dg.load`: a trained model from a run's folder (its newest complete checkpoint) or from one checkpoint's folder."""
+"""`dg.load`: a trained model from a run's folder (its newest complete checkpoint), from one checkpoint's folder, or
+from that of a Llama or Qwen3 of Hugging Face, routed or not."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,10 +14,12 @@ from depthgate.errors import DepthgateError
 from depthgate.flops import parameters
 from depthgate.model import Decoder
 from depthgate.train import checkpoint
-from depthgate.train.files import damaged
+from depthgate.train.files import MAX_JSON, damaged, from_json
 from depthgate.train.manifest import MANIFEST
-from depthgate.train.run import TOKENIZER, check_fit
+from depthgate.train.run import CONFIG, TOKENIZER, check_fit
 from depthgate.train.tokenizer import TextTokenizer, folder_hash, load_tokenizer
+
+_LATER = ("head_dim", "norm_eps")  # values of a model that runs of older versions do not name
 
 
 class LoadedDecoder(Decoder):
@@ -28,6 +31,8 @@ class LoadedDecoder(Decoder):
 def load(path: str | Path) -> LoadedDecoder:
     """The model in evaluation mode, on the CPU, with its `tokenizer`. Damage is a DepthgateError, and nothing in the
     folder is ever executed."""
+    if of_hugging_face(Path(path)):
+        return _from_hugging_face(Path(path))
     found, home = _newest(Path(path))
     config, weights = model_config(found.config, found.path), found.tensors["model"]
     _check_size(config, weights, found.path)  # before anything is allocated
@@ -39,6 +44,29 @@ def load(path: str | Path) -> LoadedDecoder:
     model.load_state_dict(weights)
     model.tokenizer = tokenizer
     return model.eval()
+
+
+def of_hugging_face(folder: Path) -> bool:
+    """Whether a folder is of a Hugging Face model, whose configuration names a model type."""
+    path = folder / CONFIG
+    try:
+        return path.is_file() and "model_type" in from_json(path.read_bytes()[:MAX_JSON], path)
+    except (OSError, DepthgateError):
+        return False
+
+
+def _from_hugging_face(folder: Path) -> LoadedDecoder:
+    from depthgate.hf.decoder import to_decoder
+    from depthgate.hf.source import load as load_model
+
+    tokenizer = load_tokenizer(folder)
+    model = to_decoder(load_model(folder), LoadedDecoder)
+    if tokenizer.vocab > model.config.vocab:
+        raise DepthgateError(
+            f"{folder} has {tokenizer.vocab} tokens, the model {model.config.vocab}: one is of another"
+        )
+    model.tokenizer = tokenizer
+    return model
 
 
 def _newest(folder: Path) -> tuple[checkpoint.Checkpoint, Path]:
@@ -57,6 +85,8 @@ def _newest(folder: Path) -> tuple[checkpoint.Checkpoint, Path]:
 def model_config(config: dict[str, Any], path: Path) -> ModelConfig:
     """The model's part of a run's configuration; unknown and missing keys and other types are refused."""
     section = config.get("model")
+    if isinstance(section, dict):
+        section = {**dict.fromkeys(_LATER), **section}
     known = {field.name: field.type for field in fields(ModelConfig)}
     if not isinstance(section, dict) or section.keys() != known.keys():
         wrong = sorted(section.keys() ^ known.keys()) if isinstance(section, dict) else ["model"]

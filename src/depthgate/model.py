@@ -26,7 +26,15 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
     """One layer of a kind, as an Update."""
     dim = config.dim
     hidden = config.hidden or swiglu_hidden(dim)
-    attention = Attention(dim, config.heads, config.kv_heads, qk_norm=config.qk_norm, rope_base=config.rope_base)
+    attention = Attention(
+        dim,
+        config.heads,
+        config.kv_heads,
+        qk_norm=config.qk_norm,
+        rope_base=config.rope_base,
+        head_dim=config.head_dim,
+        norm_eps=config.norm_eps,
+    )
     ffn: nn.Module
     if kind in ("moe", "mode"):
         ffn = MixtureOfExperts(
@@ -39,7 +47,7 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
         )
     else:
         ffn = SwiGLU(dim, hidden)
-    block = Block(dim, attention, ffn)
+    block = Block(dim, attention, ffn, norm_eps=config.norm_eps)
     if kind == "random":
         return MoD(block, RandomTokens(dim, config.capacity))
     if kind in ROUTED_KINDS:
@@ -68,7 +76,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in config.kinds)
-        self.norm = nn.RMSNorm(config.dim)
+        self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight

@@ -1,7 +1,9 @@
 """`depthgate convert`, from a folder to a folder."""
 
 import json
+import pickle
 import re
+from pathlib import Path
 
 import pytest
 
@@ -36,7 +38,7 @@ def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys
     printed = capsys.readouterr().out
     assert "    2           30%\n    3           100%\n" in printed
     out = folder.parent / "routed"
-    assert {path.name for path in out.iterdir()} == {*before, "tokenizer.json"}
+    assert {path.name for path in out.iterdir()} == {*before, "tokenizer.json", "modeling_depthgate.py"}
     assert {name: (folder / name).read_bytes() for name in before} == before
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.depthgate == {
@@ -93,6 +95,30 @@ def lose(folder):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
+def spoil(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def lose_shard(folder):
+    (folder / "model.safetensors").unlink()
+    dense("qwen3").save_pretrained(folder, max_shard_size="20KB")
+    next(folder.glob("model-00002*")).unlink()
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("ran-by-a-pickle"),)
+
+
+def pickled(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Evil()}, 2))
+
+
 def rewrite(folder, **values):
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
@@ -105,18 +131,21 @@ def rewrite(folder, **values):
         (lose, [], "has missing weights .model.layers.1.mlp.up_proj.weight"),
         (lambda f: (f / "config.json").unlink(), [], "has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), [], "cannot be loaded"),
-        (lambda f: rewrite(f, hidden_size=48), [], "cannot be loaded|mismatched"),
-        (
-            lambda f: rewrite(f, model_type="bert", architectures=["BertLMHeadModel"]),
-            [],
-            "cannot be|missing|unexpected",
-        ),
+        (lambda f: rewrite(f, hidden_size=48), [], "weights have other sizes than its config.json says"),
+        (lambda f: rewrite(f, hidden_size=2**20, vocab_size=2**28), [], "weights have other sizes"),
+        (lambda f: rewrite(f, hidden_size="32"), [], "cannot be loaded: .*hidden_size.*expected int"),
+        (lambda f: rewrite(f, num_hidden_layers=0), [], "cannot be loaded: .*num_hidden_layers"),
+        (spoil, [], "not finite: its weights are damaged"),
+        (lose_shard, [], "cannot be loaded: .*model-00002"),
+        (pickled, [], "a pickle that is damaged or names code, which is never run: take safetensors"),
+        (lambda f: None, ["--out", "{source}/routed"], "is within .*dense, which stays as it is"),
+        (lambda f: rewrite(f, model_type="bert"), [], r"dense cannot be routed: .* called as layer\(hidden_states, "),
+        (lambda f: rewrite(f, model_type="none_such"), [], "dense cannot be routed"),
+        (lambda f: rewrite(f, model_type=3), [], "does not name a model_type"),
+        (lambda f: rewrite(f, model_type="t5", is_encoder_decoder=True), [], "reads an encoder's output"),
+        (lambda f: rewrite(f, model_type="depthgate_qwen3"), [], "routed already"),
         (lambda f: rewrite(f, auto_map={"AutoModelForCausalLM": "evil.Evil"}), [], "names code to run"),
-        (
-            lambda f: rewrite(f, quantization_config={"quant_method": "gptq", "bits": 4}),
-            [],
-            "quantised|cannot be loaded",
-        ),
+        (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), [], "has quantised weights"),
         (lambda f: (f.parent / "routed").mkdir(), [], "is there already"),
         (lambda f: None, ["--layers", "7"], "a layer is 7"),
         (lambda f: None, ["--layers", "some"], "layers is 'some'"),
@@ -127,11 +156,15 @@ def rewrite(folder, **values):
         (lambda f: None, ["--rule", "none"], "rule is 'none'"),
     ],
 )
-def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys, damage, options, why):
+def test_what_is_wrong_is_said_and_nothing_is_written(folder, capsys, monkeypatch, damage, options, why):
+    monkeypatch.chdir(folder.parent)
     damage(folder)
+    options = [option.format(source=folder) for option in options]
     there = sorted(folder.parent.iterdir())
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert convert(folder, *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("depthgate: error: ")
     assert re.search(why, error), error
     assert sorted(folder.parent.iterdir()) == there
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

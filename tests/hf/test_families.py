@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import depthgate as dg
+from depthgate.hf.families import FAMILIES
 from tests.conftest import close
 from tests.hf.zoo import FAMILY_NAMES, dense, plans_of, routed, tokens
 
@@ -147,6 +148,8 @@ def test_checkpointing_gives_the_same_gradients(kind, reentrant):
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         model(ids, labels=ids, use_cache=False).loss.backward()
+        model(ids, labels=ids, attention_mask=(torch.arange(12) < torch.tensor([[12], [9]])).long()).loss.backward()
+        model(ids, labels=ids, position_ids=torch.arange(12)[None] % 7, use_cache=False).loss.backward()
         return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
 
     plain, again = gradients(False), gradients(True)
@@ -155,6 +158,25 @@ def test_checkpointing_gives_the_same_gradients(kind, reentrant):
         torch.testing.assert_close(again[name], grad, rtol=1e-4, atol=1e-6, msg=name)
     for part in ("proj.weight", "rule.down.weight"):
         assert all(plain[name].abs().max() > 0 for name in plain if name.endswith(f"depth_router.{part}"))
+
+
+@families
+def test_a_forward_pass_of_training_compiles_to_one_graph(kind):
+    """Padded rows, top k; the loss stands outside, as transformers' own of GPT-2 breaks the graph."""
+    ids, mask = tokens(2, 12), (torch.arange(12) < torch.tensor([[12], [9]])).long()
+    found = []
+    for compiled in (False, True):
+        model = routed(kind, rule="predictor").train()
+        del getattr(model.base_model, FAMILIES[kind].layers)[1:3]  # a routed layer of each kind is left
+        model.config.num_hidden_layers = 2
+        call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        logits = call(ids, attention_mask=mask, use_cache=False).logits
+        logits[mask.bool()].logsumexp(-1).sum().backward()
+        grads = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+        found.append({"logits": logits[mask.bool()].detach(), **grads})
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @families

@@ -119,6 +119,19 @@ def test_a_config_with_a_wrong_value_is_refused(tmp_path, values, why):
         AutoConfig.from_pretrained(tmp_path)
 
 
+@torch.no_grad()
+def test_transformers_knows_a_routed_model_by_name(tmp_path):
+    """As Trainer does, which else smooths the labels of a causal language model without shifting them."""
+    from transformers import Trainer, TrainingArguments
+
+    model, ids = routed("llama"), tokens(2, 8)
+    how = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    found = Trainer(model, how).compute_loss(model, {"input_ids": ids, "labels": ids})
+    probabilities = model(ids).logits[:, :-1].log_softmax(-1)
+    right = -probabilities.gather(-1, ids[:, 1:, None]).mean()
+    close(found, 0.9 * right - 0.1 * probabilities.mean())
+
+
 def test_a_config_without_routing_makes_no_model():
     from depthgate.hf.classes import MoDLlamaConfig, MoDLlamaForCausalLM
 

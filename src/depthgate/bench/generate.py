@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from depthgate.bench.config import BenchGenerateConfig
-from depthgate.bench.llama import check_transformers, llama_generate, llama_twin
+from depthgate.bench.llama import check_transformers, llama_generate
 from depthgate.bench.measure import machine
 from depthgate.config import EvalConfig, ModelConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
 from depthgate.generation.engine import Forward, generate
+from depthgate.hf.decoder import export
 from depthgate.layers import MoD
 from depthgate.loading import load
 from depthgate.model import Decoder
@@ -80,7 +81,7 @@ def _filled(model: Decoder, batch: int, context: int) -> Forward:
     forward = Forward(model, batch, True, 512)
     assert forward.cache is not None
     c = model.config
-    heads, size = c.kv_heads or c.heads, c.dim // c.heads
+    heads, size = c.kv_heads or c.heads, c.head_size
     for layer, store in zip(model.layers, forward.cache, strict=True):
         share = layer.router.capacity if isinstance(layer, MoD) else 1.0
         n = max(1, int(share * context))
@@ -198,7 +199,7 @@ def _llama_rows(shape: ModelConfig, config: BenchGenerateConfig) -> list[dict[st
     """Hugging Face's generate with the weights of the dense model, greedy, its own dynamic cache."""
     name = "Llama, transformers"
     model = _built(shape, config).float()
-    net = llama_twin(model)
+    net = export(model.eval(), "llama")
     tokens = torch.randint(shape.vocab, (2, _PROMPT), device=config.device)
     with torch.inference_mode():
         if not torch.allclose(net(tokens).logits, model(tokens).logits, atol=1e-3):

@@ -8,8 +8,7 @@ import torch
 
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import DepthgateError
-from depthgate.model import Decoder
-from depthgate.ops.sizes import swiglu_hidden
+from depthgate.hf.table import their_values
 from depthgate.train.batches import Rows
 from depthgate.train.step import Figures, precision
 
@@ -24,46 +23,8 @@ def llama(model: ModelConfig, seed: int) -> Any:
     """A LlamaForCausalLM with random weights, of the shape of a dense decoder."""
     from transformers import LlamaConfig, LlamaForCausalLM  # type: ignore[import-not-found, unused-ignore]
 
-    shape = LlamaConfig(
-        vocab_size=model.vocab,
-        hidden_size=model.dim,
-        intermediate_size=model.hidden or swiglu_hidden(model.dim),
-        num_hidden_layers=model.layers,
-        num_attention_heads=model.heads,
-        num_key_value_heads=model.kv_heads or model.heads,
-        max_position_embeddings=model.context,
-        rms_norm_eps=torch.finfo(torch.float32).eps,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rope_base},
-        tie_word_embeddings=model.tied,
-    )
     torch.manual_seed(seed)
-    return LlamaForCausalLM(shape)
-
-
-@torch.no_grad()
-def llama_twin(model: Decoder) -> Any:
-    """A LlamaForCausalLM with the weights of a dense decoder."""
-    with model.embed.weight.device:
-        net = llama(model.config, 0).to(model.embed.weight.dtype).eval()
-    net.model.embed_tokens.weight.copy_(model.embed.weight)
-    net.lm_head.weight.copy_(model.head.weight)
-    net.model.norm.weight.copy_(model.norm.weight)
-    mine: Any
-    for mine, its in zip(model.layers, net.model.layers, strict=True):
-        attention, ffn = mine.attention, mine.ffn
-        own = attention.kv_heads * attention.head_dim
-        q, k, v = attention.qkv.weight.split((model.config.dim, own, own))
-        gate, up = ffn.up.weight.chunk(2)
-        to, into = its.self_attn, its.mlp
-        pairs = [(to.q_proj, q), (to.k_proj, k), (to.v_proj, v), (to.o_proj, attention.out.weight)]
-        pairs += [(into.gate_proj, gate), (into.up_proj, up), (into.down_proj, ffn.down.weight)]
-        pairs += [
-            (its.input_layernorm, mine.attention_norm.weight),
-            (its.post_attention_layernorm, mine.ffn_norm.weight),
-        ]
-        for module, weight in pairs:
-            module.weight.copy_(weight)
-    return net
+    return LlamaForCausalLM(LlamaConfig(**their_values(model, torch.finfo(torch.float32).eps)))
 
 
 @torch.inference_mode()

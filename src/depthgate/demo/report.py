@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
-from depthgate.config import DemoConfig, TrainConfig
+from depthgate.config import TrainConfig
+from depthgate.demo.config import DemoConfig
 from depthgate.demo.measure import PROMPT, SAMPLED, TEMPERATURE
 from depthgate.demo.results import Result
 from depthgate.view import charts

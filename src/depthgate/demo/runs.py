@@ -6,7 +6,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from depthgate.config import DemoConfig, TrainConfig
+from depthgate.config import TrainConfig
+from depthgate.demo.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.presets import train_config

@@ -14,6 +14,7 @@ _HOMES = {
     "depthgate.hf.change": ("layer_changes",),
     "depthgate.hf.config": ("Routing",),
     "depthgate.hf.conversion": ("convert", "routed_layers", "set_capacity"),
+    "depthgate.hf.decoder": ("export", "to_decoder"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from depthgate.hf.conversion import convert as convert
     from depthgate.hf.conversion import routed_layers as routed_layers
     from depthgate.hf.conversion import set_capacity as set_capacity
+    from depthgate.hf.decoder import export as export
+    from depthgate.hf.decoder import to_decoder as to_decoder
 
 __all__ = sorted(_HOME)
 

@@ -1,7 +1,10 @@
-"""A layer of a transformers cache that keeps only the tokens which entered a routed layer, each with its slot.
+"""Layers of a transformers cache that keep the tokens which entered a routed layer, each with its slot.
 
 A token's slot is its place in the text, padding counted, as transformers counts. Rows hold different tokens, and
-different numbers of them. To everybody who asks for a length the layer tells how many tokens the model has seen.
+different numbers of them. To everybody who asks for a length a layer tells how many tokens the model has seen.
+
+    RaggedLayer   holds only what entered, and grows with it
+    FixedLayer    a place for every token, as a compiled step needs; it saves nothing
 """
 
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
 from depthgate.errors import DepthgateError
 
@@ -19,6 +22,7 @@ _GROWTH = 1.25
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values (B, H, L, d), slots (B, L), -1 where a place holds nothing; the slots of a row ascend."""
 
+    fixed = False
     keys: Any
     values: Any
 
@@ -71,6 +75,10 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             setattr(self, name, new.new_zeros(len(self.slots), new.shape[1], 0, new.shape[3]))
         self.is_initialized = True
 
+    def advance(self, tokens: int) -> None:
+        """The model has seen more tokens."""
+        self.seen += tokens
+
     def get_seq_length(self) -> int:
         return self.seen
 
@@ -107,19 +115,119 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             self.keys, self.values = self.keys[rows], self.values[rows]
 
 
-def ragged_layer(cache: Any, index: int) -> RaggedLayer:
+class _Fixed:
+    """Keys and values (B, H, M + 1, d), slots (B, M + 1), -1 where a place holds nothing. The token of slot s lies at
+    s modulo M, and at M lies what nobody asks for. In front of a static layer, whose M tokens are all, or a window."""
+
+    fixed = True
+    slots: Tensor | None
+    keys: Any
+    values: Any
+    max_cache_len: int
+    cumulative_length: Tensor  # tokens the model has seen
+    cumulative_length_int: int  # the same, of a window
+    is_initialized: bool
+    is_sliding: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.slots = None
+        self._place: Tensor | None = None
+
+    @property
+    def seen(self) -> Tensor:
+        return self.cumulative_length
+
+    def advance(self, tokens: int) -> None:
+        """The model has seen more tokens."""
+        self.cumulative_length.add_(tokens)
+        if self.is_sliding:
+            self.cumulative_length_int += tokens  # the number that a window's mask is made from
+
+    def expect(self, slots: Tensor, batch: int, rows: None) -> Tensor:
+        """As that of a RaggedLayer, for all rows."""
+        assert rows is None
+        M = self.max_cache_len
+        if self.slots is None:
+            self.slots = slots.new_full((batch, M + 1), -1)
+            _stay(self.slots)
+        kept = (slots >= 0) & (slots > slots.amax(1, keepdim=True) - M)
+        self._place = torch.where(kept, slots % M, M)
+        before = self.slots[:, :M].clone() if self._joins(slots.shape[1]) else None
+        self.slots.scatter_(1, self._place, slots)
+        return self.slots[:, :M] if before is None else torch.cat((before, slots), 1)
+
+    def _joins(self, tokens: int) -> bool:
+        """Whether new tokens stand beside the old ones: of many, a window holds only the last."""
+        return self.is_sliding and tokens > 1
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        assert self._place is not None
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place, self._place = self._place[:, None, :, None], None
+        shown = []
+        for held, new in ((self.keys, key_states), (self.values, value_states)):
+            before = held[:, :, : self.max_cache_len]
+            joined = torch.cat((before, new), 2) if self._joins(new.shape[2]) else None
+            held.scatter_(2, place.expand_as(new), new)
+            shown.append(before if joined is None else joined)
+        return shown[0], shown[1]
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        for name, new in (("keys", key_states), ("values", value_states)):
+            room = new.new_zeros(*new.shape[:2], self.max_cache_len + 1, new.shape[3])
+            setattr(self, name, room)
+            _stay(room)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+        _stay(self.cumulative_length)
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        super().reset()  # type: ignore[misc]
+        if self.slots is not None:
+            self.slots.fill_(-1)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.slots is not None:
+            self.slots = self.slots[beam_idx.to(self.slots.device)]
+        super().reorder_cache(beam_idx)  # type: ignore[misc]
+
+
+class FixedLayer(_Fixed, StaticLayer):  # type: ignore[misc]
+    """Of a layer that looks at all tokens."""
+
+
+class FixedWindowLayer(_Fixed, StaticSlidingWindowLayer):  # type: ignore[misc]
+    """Of a layer that looks back a window."""
+
+
+def _stay(tensor: Tensor) -> None:
+    """Promise a compiled step that it finds a tensor where it was."""
+    if not torch.compiler.is_compiling():
+        torch._dynamo.mark_static_address(tensor)
+
+
+def store_of(cache: Any, index: int) -> Any:
     """The layer of this number of whatever cache the model was given; a still empty one is exchanged for ours."""
     if not isinstance(cache, Cache):
         raise DepthgateError(f"the cache is a {type(cache).__name__}: give a transformers Cache, as DynamicCache()")
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    if isinstance(layer, RaggedLayer):
+    if isinstance(layer, RaggedLayer | _Fixed):
         return layer
-    if cache.offloading or layer.is_compileable:
-        kind = "offloaded" if cache.offloading else "static"
-        raise DepthgateError(f"routed layers cannot use this {kind} cache: use cache_implementation='dynamic'")
+    if cache.offloading:
+        raise DepthgateError("routed layers cannot use an offloaded cache: use cache_implementation='dynamic'")
     if layer.get_seq_length():
         raise DepthgateError(f"layer {index} of the cache holds tokens of another model: start with an empty cache")
-    fresh = cache.layers[index] = RaggedLayer()
+    fresh: Any = RaggedLayer()
+    if type(layer) is StaticSlidingWindowLayer:
+        fresh = FixedWindowLayer(layer.max_cache_len, layer.max_cache_len)
+    elif type(layer) is StaticLayer:
+        fresh = FixedLayer(layer.max_cache_len)
+    elif layer.is_compileable:
+        raise DepthgateError(f"routed layers cannot use a {type(layer).__name__}: use cache_implementation='dynamic'")
+    cache.layers[index] = fresh
     return fresh

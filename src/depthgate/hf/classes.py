@@ -1,16 +1,18 @@
 """The classes of routed models, one set for each family, made from transformers' own when somebody asks for one."""
 
-from functools import cache, partial
+from functools import cache, partial, wraps
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from depthgate.errors import DepthgateError
+from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
 from depthgate.hf.layer import RoutedLayer
-from depthgate.hf.tokens import argument_names, hand_down
+from depthgate.hf.tokens import PADDING, argument_names, hand_down
 from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Predictor, Threshold
 
@@ -25,9 +27,22 @@ class RoutedConfig(_Config):  # type: ignore[misc]
     """A family's config with one more value, `depthgate`: see Routing."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        check_code(kwargs.get("auto_map"), self.model_type)
         super().__post_init__(**kwargs)
         if self.depthgate is not None:  # as in the config that others are compared with
             Routing.read(self.depthgate, self.num_hidden_layers)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**super().to_dict(), "auto_map": code_names(self.model_type)}
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        if not Path(save_directory).is_file():  # which transformers refuses
+            write_code(self.model_type, Path(save_directory))
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing: transformers would copy our source into whatever is saved later."""
 
 
 class RoutedModel(_Model):  # type: ignore[misc]
@@ -38,6 +53,10 @@ class RoutedModel(_Model):  # type: ignore[misc]
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         install(self)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = None) -> None:
+        """Nothing, as for the config."""
 
     def initialize_weights(self) -> None:
         """What a checkpoint does not hold: routers that are not in it are neutral."""
@@ -81,6 +100,26 @@ def install(model: Any) -> None:
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), ROUTER}
 
 
+def with_padding(prepare: Any) -> Any:
+    """A model's prepare_inputs_for_generation, with what its routed layers need. For a static cache transformers makes
+    a mask of all places, which no longer tells which of the new tokens are padding: that goes beside it."""
+
+    @wraps(prepare)  # transformers looks at its arguments
+    def prepared(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs: dict[str, Any] = prepare(self, input_ids, *args, **kwargs)
+        padding = kwargs.get("attention_mask")
+        made: Any = inputs.get("attention_mask")
+        if made is not padding and (isinstance(made, dict) or made.ndim == 4):
+            ids = inputs.get("input_ids")
+            new = (inputs["inputs_embeds"] if ids is None else ids).shape[1]
+            # Strides that grow with the text would be compiled for anew.
+            fixed = torch.contiguous_format
+            inputs[PADDING] = None if padding is None else padding[:, -new:].clone(memory_format=fixed)
+        return inputs
+
+    return prepared
+
+
 @cache
 def layer_class(kind: str) -> type[RoutedLayer]:
     """The routed decoder layer of a family."""
@@ -99,6 +138,7 @@ def model_classes(kind: str) -> tuple[type, type]:
         get_checkpoint_conversion_mapping,
         register_checkpoint_conversion_mapping,
     )
+    from transformers.models.auto import modeling_auto
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not OLDEST <= version < (6, 0):
@@ -113,11 +153,14 @@ def model_classes(kind: str) -> tuple[type, type]:
     }
     config = strict(type(f"MoD{family.config}", (RoutedConfig, base.config_class), body))
     body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
+    body["prepare_inputs_for_generation"] = with_padding(base.prepare_inputs_for_generation)
     model = type(f"MoD{family.model}", (RoutedModel, base), body)
     stored = get_checkpoint_conversion_mapping(kind)
     if stored is not None:  # weights lie in files under other names
         register_checkpoint_conversion_mapping(PREFIX + kind, stored, overwrite=True)
     transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
+    # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + kind] = model.__name__
     return config, model
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.change import layer_changes, least_changing
+from depthgate.hf.code import check_config
 from depthgate.hf.config import ConvertConfig
 from depthgate.hf.conversion import convert, set_capacity
-from depthgate.hf.families import family_of
+from depthgate.hf.families import check_config_values, family_of
+from depthgate.hf.source import gguf_of, load, load_tokenizer
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -25,8 +28,9 @@ _CALIBRATION = (8, 256)  # sequences, and tokens of each
 def run(config: ConvertConfig, as_json: bool) -> int:
     """Convert, check, save, and say what was done."""
     source, out = Path(config.model), Path(config.out)
-    if out.exists() or out.is_symlink():
-        raise InvalidValueError(f"{out} is there already: give --out a folder that is not")
+    check_new(out, source)
+    if (source / "config.json").is_file() and gguf_of(source) is None:
+        check_config_values(check_config(source / "config.json"), str(source))
     model = load(source)
     family_of(model)
     changes, layers = None, config.layer_choice
@@ -36,69 +40,45 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     length = min(config.probe, model.config.max_position_embeddings)
     chance = torch.Generator().manual_seed(config.seed)
     probe = torch.randint(model.config.vocab_size, (2, length), generator=chance)
-    dense = _logits(model, probe)
+    dense = logits(model, probe)
+    if not dense.isfinite().all():
+        raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
     convert(model, 1.0, layers, gate=config.gate, rule=config.rule)
-    difference = max(_distance(_logits(model, probe, causal_routing=causal), dense) for causal in (True, False))
+    difference = max(distance(logits(model, probe, causal_routing=causal), dense) for causal in (True, False))
     if not difference <= _TOLERANCE[model.dtype]:
         raise DepthgateError(
             f"at capacity 1 the logits differ from the dense model's by {difference:.1e} of the largest: nothing is "
             f"written; use the gate one_plus_tanh or straight_through (this was {config.gate})"
         )
     set_capacity(model, config.capacity)
-    _save(model, source, out, probe)
+    save(model, partial(_copy_text, source), out, probe)
     _report(model.config, changes, difference, out, as_json)
     return 0
 
 
-def load(folder: Path) -> Any:
-    """A model from a folder, whole or not at all. Nothing in the folder is executed."""
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError:
-        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
-    if not (folder / "config.json").is_file():
-        raise DepthgateError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    if '"auto_map"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace"):
-        raise DepthgateError(f"{folder}/config.json names code to run (auto_map), which is never done: take it out")
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, trust_remote_code=False, output_loading_info=True
-        )
-    except Exception as error:  # a damaged file may be anything
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DepthgateError(f"{folder} cannot be loaded: {why}") from None
-    for what in ("missing", "mismatched", "unexpected"):
-        if keys := sorted(map(str, info.get(f"{what}_keys") or ())):
-            raise DepthgateError(
-                f"{folder} has {what} weights ({', '.join(keys)[:200]}): it is of another model, or cut"
-            )
-    return model.eval()
+def check_new(out: Path, source: Path) -> None:
+    """Nothing is ever written over, or into what is read."""
+    if out.exists() or out.is_symlink():
+        raise InvalidValueError(f"{out} is there already: give --out a folder that is not")
+    if source.is_dir() and source.resolve() in out.resolve().parents:
+        raise InvalidValueError(f"{out} is within {source}, which stays as it is: give --out another folder")
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
     logits: Tensor = model(ids, use_cache=False, **kwargs).logits
     return logits.double()
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
+def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
 def _calibration(folder: Path, text: Path, model: Any) -> Tensor:
     """Token ids (B, T) from the beginning of a text."""
-    from transformers import AutoTokenizer
-
     rows, length = _CALIBRATION
     length = min(length, model.config.max_position_embeddings)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DepthgateError(f"{folder} has no tokenizer that loads, which --layers auto needs: {why}") from None
+    tokenizer = load_tokenizer(folder)  # --layers auto needs one
     if not text.is_file():
         raise DepthgateError(f"{text} is no file: give --text a file of text")
     with text.open(encoding="utf-8", errors="replace") as file:
@@ -110,21 +90,30 @@ def _calibration(folder: Path, text: Path, model: Any) -> Tensor:
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
-def _save(model: Any, source: Path, out: Path, probe: Tensor) -> None:
-    """Write the folder beside where it goes, see that it loads, and only then give it its name."""
+def save(model: Any, tokenizer: Any, out: Path, probe: Tensor) -> None:
+    """Write the folder beside where it goes, see that it loads, and only then give it its name. `tokenizer` writes its
+    files into a folder."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
         model.save_pretrained(part)
-        for pattern in _TEXT_FILES:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, part / file.name)
-        if _distance(_logits(load(part), probe), _logits(model, probe)) > 0:
+        tokenizer(part)
+        if distance(logits(load(part), probe), logits(model, probe)) > 0:
             raise DepthgateError(f"what was saved is not what was converted: {out} is not written")
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _copy_text(source: Path, out: Path) -> None:
+    """What lies beside the weights and is about text; of a GGUF file, what is within."""
+    if gguf_of(source) is not None:
+        load_tokenizer(source).save_pretrained(out)
+        return
+    for pattern in _TEXT_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
 
 
 def _report(config: Any, changes: list[float] | None, difference: float, out: Path, as_json: bool) -> None:

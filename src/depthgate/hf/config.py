@@ -56,10 +56,10 @@ def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ConvertConfig:
-    """Route some layers of a Hugging Face model, and save it as another.
+    """Route some layers of a Hugging Face model, and save it as another; or write a run as a Hugging Face model.
 
     Args:
-        model: folder of a Hugging Face model, which stays as it is
+        model: folder of a Hugging Face model, a GGUF file, or a run of `depthgate train`; it stays as it is
         out: folder to write; it must not be there yet
         capacity: share of the tokens that go through a routed layer
         layers: every_other, auto (those that change their tokens least on --text), or numbers of layers, as 1,3,5
@@ -68,6 +68,7 @@ class ConvertConfig:
         text: file of text that `--layers auto` measures on
         probe: tokens of each of the two sequences that the converted model is compared on with the dense one
         seed: seed of those sequences
+        to: of a run, the family it must become: llama, or qwen3 (where it normalises queries and keys)
     """
 
     model: str
@@ -79,12 +80,15 @@ class ConvertConfig:
     text: str | None = None
     probe: int = 64
     seed: int = 0
+    to: str | None = None
 
     def __post_init__(self) -> None:
         check_capacity(self.capacity)
         check_choice(self.gate, "gate", GATE_NAMES)
         check_choice(self.rule, "rule", RULE_NAMES)
         check_count(self.probe, "probe", minimum=2, maximum=2**16)
+        if self.to is not None:
+            check_choice(self.to, "to", ("llama", "qwen3"))
         check_count(self.seed, "seed", minimum=0)
         if (self.layers == "auto") != (self.text is not None):
             raise InvalidValueError("--layers auto and --text FILE go together: give both, or neither")

@@ -8,6 +8,7 @@ and returns hidden states with its residual; its attention hands new keys and va
 layer's number, and takes its mask as it is.
 """
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -64,20 +65,34 @@ def family_of(model: Any) -> str:
         raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
     if not isinstance(model, PreTrainedModel):
         raise InvalidValueError(f"model is a {type(model).__name__}: it must be a transformers model")
-    config, name = model.config, type(model).__name__
-    kind = config.model_type
+    kind, name = str(model.config.model_type), type(model).__name__
+    check_config_values(vars(model.config) | {"model_type": kind}, name)
+    if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
+        raise _unknown(name)
+    return kind
+
+
+def check_config_values(values: Mapping[str, Any], name: str) -> None:
+    """Refuse a model that cannot be routed by what its config says, before anything is loaded."""
+    kind = values["model_type"]
     if kind.startswith(PREFIX):
         raise InvalidValueError("the model is routed already: change its capacity with dg.hf.set_capacity")
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+    if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
-    if kind not in FAMILIES or type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
+    if kind not in FAMILIES:
+        raise _unknown(name)
+    if values.get("quantization_config") is not None:
         raise InvalidValueError(
-            f"{name} cannot be routed: its decoder layers are not known to be called as layer(hidden_states, "
-            "attention_mask=, position_ids=, past_key_values=, position_embeddings=) and to return hidden states; "
-            f"these are: {', '.join(family.model for family in FAMILIES.values())}"
+            f"{name} has quantised weights (quantization_config), which cannot be trained: take the model that it was "
+            "made from, or a GGUF file"
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise InvalidValueError(f"{name} has quantised weights, which cannot be trained: load it without quantisation")
-    if getattr(config, "use_bidirectional_attention", False):
+    if values.get("use_bidirectional_attention"):
         raise InvalidValueError(f"{name} looks at later tokens (use_bidirectional_attention): routing is causal")
-    return str(kind)
+
+
+def _unknown(name: str) -> InvalidValueError:
+    return InvalidValueError(
+        f"{name} cannot be routed: its decoder layers are not known to be called as layer(hidden_states, "
+        "attention_mask=, position_ids=, past_key_values=, position_embeddings=) and to return hidden states; "
+        f"these are: {', '.join(family.model for family in FAMILIES.values())}"
+    )

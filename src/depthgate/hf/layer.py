@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
-from depthgate.hf.masks import as_asked, visible
+from depthgate.hf.masks import Seen, as_asked
 from depthgate.hf.teach import teach
 from depthgate.hf.tokens import KEYWORD, Tokens
 from depthgate.routing.plan import Slots
@@ -44,28 +44,39 @@ class RoutedLayer(_Layer):
         pos = None
         if tokens.valid is not None:
             pos = torch.where(tokens.valid, start + torch.arange(x.shape[1], device=x.device), -1)
-        plan = self.depth_router(x, pos, causal, doc=tokens.doc)
+        plan = self._plan(x, pos, causal, tokens.doc, store)
         y = x if plan.index.shape[-1] == 0 else self._through(x, plan, start, tokens.doc, store, call)
         if store is not None:
-            store.seen += x.shape[1]
+            store.advance(x.shape[1])
         return teach(y, plan, self.depth_router, self.rule_loss)
 
     def _store(self, cache: Any) -> Any:
         if cache is None:
             return None
-        from depthgate.hf.cache_transformers import ragged_layer
+        from depthgate.hf.cache_transformers import store_of
 
-        return ragged_layer(cache, self._attention.layer_idx)
+        return store_of(cache, self._attention.layer_idx)
+
+    def _plan(self, x: Tensor, pos: Tensor | None, causal: bool, doc: Tensor | None, store: Any) -> Slots:
+        router = self.depth_router
+        fewest = router.fewest_slots
+        if store is not None and store.fixed and not torch.compiler.is_compiling():
+            router.fewest_slots = 1  # so that the first call makes the room that is compiled for later
+        try:
+            return router(x, pos, causal, doc=doc)  # type: ignore[no-any-return]
+        finally:
+            router.fewest_slots = fewest
 
     @property
     def _attention(self) -> Any:
         return getattr(self, self.family.attention)
 
     def _through(
-        self, x: Tensor, plan: Slots, start: int, doc: Tensor | None, store: Any, call: dict[str, Any]
+        self, x: Tensor, plan: Slots, start: Any, doc: Tensor | None, store: Any, call: dict[str, Any]
     ) -> Tensor:
         """x with the chosen tokens taken through the layer."""
-        rows, part = self._entering(plan)
+        fixed = store is not None and store.fixed
+        rows, part = (None, plan) if fixed else self._entering(plan)
         if rows is not None and len(rows) == 0:
             return x
         mine = x if rows is None else x[rows]
@@ -82,15 +93,12 @@ class RoutedLayer(_Layer):
             slots = torch.where(part.filled[:, 0], slots, -1)
         before = store is not None and store.slots is not None
         keys = slots if store is None else store.expect(slots, x.shape[0], rows)
-        implementation = self._attention.config._attn_implementation
         window = self._window()
-        wide = window is None or start + x.shape[1] <= window
-        mask = None
-        # Rows that are full, in order and alone need no mask: sdpa is causal by itself, and fastest so.
-        if implementation != "sdpa" or part.filled is not None or doc is not None or not wide or before:
-            allowed = visible(slots, keys, None if doc is None else chosen(doc), window)
-            mask = as_asked(allowed, implementation, x.dtype)
-        call["attention_mask"] = mask
+        if window is not None and not fixed and start + x.shape[1] <= window:
+            window = None  # it reaches back to the beginning
+        plain = part.filled is None and doc is None and window is None and not before and not fixed
+        seen = Seen(slots, keys, None if doc is None else chosen(doc), window, plain, not fixed)
+        call |= as_asked(seen, self._attention.config._attn_implementation, x.dtype)
         for name in ("position_ids", "position_embeddings"):
             if call.get(name) is not None:
                 call[name] = chosen(call[name])

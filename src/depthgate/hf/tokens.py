@@ -15,6 +15,7 @@ from depthgate.hf.masks import check_implementation
 
 KEYWORD = "depthgate_tokens"
 CAUSAL = "causal_routing"
+PADDING = "token_mask"  # (B, T), 0 at padding, beside an attention_mask that is ready for use
 
 
 class Tokens(NamedTuple):
@@ -35,7 +36,7 @@ def hand_down(
         raise InvalidValueError(f"{CAUSAL} is {causal!r}: it must be True, False or None")
     if causal is None and given.get("past_key_values") is not None:
         causal = True  # somebody generates
-    check_implementation(decoder.config._attn_implementation)
+    attention = check_implementation(decoder.config._attn_implementation)
     if not given.get("is_causal", getattr(decoder.config, "is_causal", True)):
         raise InvalidValueError("is_causal is False: routed layers look back only; leave it out")
     if given.get("output_router_logits") and given.get("attention_mask") is not None:
@@ -44,10 +45,18 @@ def hand_down(
             "pass output_router_logits=False, or no attention_mask"
         )
     shape = _shape(given)
-    valid = _valid(given.get("attention_mask"), shape)
-    doc = None
-    if given.get("attention_mask") is None and given.get("position_ids") is not None:
-        doc = _documents(given["position_ids"], shape[0])
+    valid = _valid(kwargs.pop(PADDING, given.get("attention_mask")), shape)
+    doc: Tensor | None = None
+    positions, starts = given.get("position_ids"), given.get("cu_seq_lens_q")
+    if given.get("attention_mask") is None:
+        if positions is not None:
+            doc = _documents(positions, shape[0])
+        elif starts is not None and "flash" in attention:  # others do not look at it
+            doc = _runs(starts, shape)
+        if doc is not None and "flash" in attention and shape[0] > 1:
+            raise InvalidValueError(
+                f"{attention} keeps documents apart in one row only: flatten the batch, or use sdpa"
+            )
         if doc is not None and _caches(decoder, given):
             raise InvalidValueError("position_ids hold several documents, and a cache holds one: pass use_cache=False")
     return args, {**kwargs, KEYWORD: Tokens(valid, doc, causal)}
@@ -84,6 +93,12 @@ def _documents(position_ids: Tensor, batch: int) -> Tensor | None:
 
     doc: Tensor | None = find_packed_sequence_indices(position_ids.expand(batch, -1))
     return doc
+
+
+def _runs(starts: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Documents as flash attention tells them apart, of a batch of one row."""
+    places = torch.arange(shape[1], device=starts.device, dtype=starts.dtype)
+    return torch.searchsorted(starts, places, right=True)[None].expand(shape)
 
 
 def _caches(decoder: Any, given: dict[str, Any]) -> bool:

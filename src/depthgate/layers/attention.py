@@ -33,16 +33,19 @@ class Attention(nn.Module):
         qk_norm: bool = False,
         rope_base: float = 10_000.0,
         bidirectional: bool = False,
+        head_dim: int | None = None,
+        norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.heads = check_count(heads, "heads")
         self.kv_heads = heads if kv_heads is None else check_count(kv_heads, "kv_heads", maximum=heads)
-        self.head_dim = check_divides(heads, dim, "heads", "dim")
+        self.head_dim = check_count(head_dim, "head_dim") if head_dim else check_divides(heads, dim, "heads", "dim")
         check_divides(self.kv_heads, heads, "kv_heads", "heads")
         if self.head_dim % 2:
             raise InvalidValueError(
-                f"dim / heads is {self.head_dim}: rotary positions need an even head size; change dim or heads"
+                f"{'head_dim' if head_dim else 'dim / heads'} is {self.head_dim}: rotary positions need an even head "
+                "size; change it"
             )
         self.rope_base = check_positive(rope_base, "rope_base")
         self.bidirectional = bidirectional
@@ -50,9 +53,9 @@ class Attention(nn.Module):
         # as in packed training data: CUDA then needs no mask.
         self.max_documents: int | None = None
         self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim) if qk_norm else nn.Identity()
+        self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
 
     def forward(
         self,
@@ -63,7 +66,7 @@ class Attention(nn.Module):
         plain: bool = False,
     ) -> Tensor:
         check_tokens(x, self.dim)
-        B, T, D = x.shape
+        B, T, _ = x.shape
         if pos is None:
             pos, plain = plain_positions(x), doc is None and cache is None
         else:
@@ -78,7 +81,7 @@ class Attention(nn.Module):
         q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
         if doc is not None and self.max_documents is not None and can_pack(v) and not self.bidirectional:
             y = packed_attention(q, k, v, doc, self.max_documents)
-            return self.out(y.reshape(B, T, D))  # type: ignore[no-any-return]
+            return self.out(y.reshape(B, T, H * d))  # type: ignore[no-any-return]
         q, k, v, key_pos = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pos
         if cache is not None:
             k, v, key_pos = cache.append(k, v, pos)
@@ -87,7 +90,7 @@ class Attention(nn.Module):
             mask = None if plain else self._mask(pos, key_pos, doc)
             causal = plain and not self.bidirectional
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=G != H)
-        return self.out(y.transpose(1, 2).reshape(B, T, D))  # type: ignore[no-any-return]
+        return self.out(y.transpose(1, 2).reshape(B, T, H * d))  # type: ignore[no-any-return]
 
     def _mask(self, query: Tensor, key: Tensor, doc: Tensor | None) -> Tensor:
         """Positions (B, Tq), (B, Tk) -> (B, 1, Tq, Tk), True where a query may look."""

@@ -13,15 +13,17 @@ from depthgate.routing.plan import Plans
 class Block(nn.Module):
     """update = a + ffn(norm(x + a)), a = attention(norm(x)). The feed-forward is any Update: SwiGLU, MoE, Soft MoE."""
 
-    def __init__(self, dim: int, attention: Attention, ffn: nn.Module, dropout: float = 0.0) -> None:
+    def __init__(
+        self, dim: int, attention: Attention, ffn: nn.Module, dropout: float = 0.0, norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
         for name, part in (("attention", attention), ("ffn", ffn)):
             if getattr(part, "dim", dim) != dim:
                 raise InvalidValueError(f"{name} has dim {part.dim}, the block {dim}: give both the same")
-        self.attention_norm = nn.RMSNorm(dim)
+        self.attention_norm = nn.RMSNorm(dim, norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(dim)
+        self.ffn_norm = nn.RMSNorm(dim, norm_eps)
         self.ffn = ffn
         self.dropout = nn.Dropout(check_probability(dropout, "dropout"))
 

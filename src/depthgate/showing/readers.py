@@ -9,7 +9,7 @@ from torch import Tensor
 
 from depthgate.config import EvalConfig
 from depthgate.errors import DepthgateError
-from depthgate.hf.command import load as load_hf
+from depthgate.hf.source import load as load_hf
 from depthgate.hf.conversion import routed_layers
 from depthgate.loading import LoadedDecoder, load
 from depthgate.routing import Plans

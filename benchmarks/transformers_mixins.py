@@ -1,0 +1,155 @@
+"""transformers' own model and generation tests, run on a routed Llama and, beside it, on the dense one.
+
+    pip download --no-deps --no-binary :all: transformers==5.22.2 && tar xf transformers-5.22.2.tar.gz
+    pip install parameterized
+    python benchmarks/transformers_mixins.py transformers-5.22.2 [--json] [--only test_training]
+
+The tree must be of the transformers that is installed. A source distribution holds the model tests alone; a checkout of
+the repository also holds tests/generation/test_utils.py, and its tests are then run, too. Routers are random here, not
+neutral, so that half of the layers really skip tokens.
+"""
+
+import argparse
+import importlib
+import io
+import json
+import sys
+import types
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import initialization
+
+from depthgate.hf import classes
+from depthgate.hf.config import Routing
+
+# Tests that a routed model cannot pass, and why.
+REASONS = {
+    "test_attention_outputs": "a routed layer attends among the tokens that entered: (C, C), not (T, T); if none did, "
+    "there is nothing to show",
+    "test_torch_save_load": "AutoModel has no routed class: without its head a model has no routing to load",
+}
+
+
+def random_router(router: Any, *_: Any) -> None:
+    """In the place of `neutral`: scores that differ from token to token; what was loaded stays."""
+    chance = torch.Generator().manual_seed(5)
+    for parameter in router.parameters():
+        initialization.copy_(parameter, torch.randn(parameter.shape, generator=chance) * 0.5)
+
+
+def mixins(tree: Path) -> tuple[type, ...]:
+    """The mixins of a source tree; modules that a source distribution leaves out are empty ones."""
+    sys.path.insert(0, str(tree))
+    for name, mixin in (
+        ("tests.exporters.test_export", "ExportTesterMixin"),
+        ("tests.generation.test_utils", "GenerationTesterMixin"),
+    ):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            print(f"{tree} has no {name}: left out", file=sys.stderr)
+            empty = types.ModuleType(name)
+            setattr(empty, mixin, type(mixin, (), {}))
+            package = name.rpartition(".")[0]
+            sys.modules.setdefault(package, types.ModuleType(package))
+            sys.modules[name] = empty
+    common = importlib.import_module("tests.test_modeling_common")
+    return common.ModelTesterMixin, sys.modules["tests.generation.test_utils"].GenerationTesterMixin
+
+
+class Tester:
+    """What the mixins ask for: a small config, and inputs with padding."""
+
+    is_training = True
+    batch_size, seq_length, hidden_size = 5, 7, 32
+    num_hidden_layers, num_attention_heads, num_key_value_heads = 2, 2, 2
+
+    def __init__(self, parent: Any, routed: bool) -> None:
+        self.parent, self.routed = parent, routed
+
+    def get_config(self) -> Any:
+        shape = {
+            "vocab_size": 99,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": 37,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            "max_position_embeddings": 512,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        if not self.routed:
+            return transformers.LlamaConfig(**shape)
+        routing = Routing((1,), 0.5, rule="scores").written()
+        return classes.MoDLlamaConfig(**shape, depthgate=routing)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
+        ids = torch.randint(3, 99, (self.batch_size, self.seq_length))
+        mask = torch.ones_like(ids).tril(0) if self.seq_length == self.batch_size else torch.ones_like(ids)
+        mask[0, -1] = 0
+        return self.get_config(), {"input_ids": ids, "attention_mask": mask}
+
+
+def case(tree: Path, routed: bool) -> type[unittest.TestCase]:
+    model = classes.MoDLlamaForCausalLM if routed else transformers.LlamaForCausalLM
+
+    def set_up(self: Any) -> None:
+        torch.manual_seed(0)
+        self.model_tester = Tester(self, routed)
+
+    body = {"all_model_classes": (model,), "all_generative_model_classes": (model,), "setUp": set_up}
+    return type("Routed" if routed else "Dense", (*mixins(tree), unittest.TestCase), body)
+
+
+def outcome(test: unittest.TestCase) -> tuple[str, str]:
+    """passed, skipped or failed; and why."""
+    result = unittest.TestResult()
+    stream, sys.stdout = sys.stdout, io.StringIO()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            test.run(result)
+    finally:
+        sys.stdout = stream
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    wrong = result.failures + result.errors
+    return ("failed", wrong[0][1].strip().splitlines()[-1]) if wrong else ("passed", "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tree", type=Path)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--only", default="", help="tests with this in their name")
+    options = parser.parse_args()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    classes.neutral = random_router  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    rows = []
+    dense, routed = case(options.tree, False), case(options.tree, True)
+    for name in unittest.TestLoader().getTestCaseNames(routed):
+        if options.only in name:
+            row = {"test": name, "dense": outcome(dense(name)), "routed": outcome(routed(name))}
+            rows.append(row)
+            if not options.json and row["routed"][0] != row["dense"][0]:
+                print(name, "dense", *row["dense"], "| routed", *row["routed"], REASONS.get(name, ""), flush=True)
+    if options.json:
+        print(json.dumps(rows))
+        return 0
+    for kind in ("dense", "routed"):
+        found = [row[kind][0] for row in rows]
+        print(kind, {what: found.count(what) for what in ("passed", "skipped", "failed")})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
