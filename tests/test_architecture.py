@@ -33,13 +33,14 @@ ALLOWED = {
         *("errors", "config", "presets", "flops", "ops", "routing", "layers", "encoders", "model", "train"),
         *("loading", "generation", "bench"),
     },
+    "evaluating": {"errors", "config", "loading", "train", "bench", "hf"},
     "showing": {"errors", "config", "loading", "train", "view"},
-    "hf": {"errors", "config", "routing", "hf"},
+    "hf": {"errors", "config", "ops", "routing", "train", "bench", "hf"},
     "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "bench", "view", "isoflop"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
     "cli": {
         *("_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"),
-        *("hf", "isoflop", "view", "showing"),
+        *("hf", "isoflop", "view", "evaluating", "showing"),
     },
     "__main__": {"cli"},
     "__init__": {

@@ -21,10 +21,10 @@ from depthgate.config import DemoConfig, EvalConfig
 from depthgate.demo import measure, report, runs
 from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
+from depthgate.evaluating import evaluate
 from depthgate.routing import Slots
 from depthgate.train import routes
 from depthgate.train.batches import windows
-from depthgate.train.evaluate import evaluate
 from depthgate.view import page as pages
 from depthgate.view.tokens import routed_text, visible
 

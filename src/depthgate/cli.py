@@ -21,7 +21,7 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
-from depthgate.hf.config import ConvertConfig
+from depthgate.hf.config import ConvertConfig, FinetuneConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 from depthgate.view.config import ViewConfig
@@ -77,16 +77,17 @@ def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
 
 def _late(module: str) -> Callable[..., int | None]:
     """The `run` of a module that is loaded when it is called."""
-    return lambda config, as_json: import_module(module).run(config, as_json)
+    return lambda config, as_json, **more: import_module(module).run(config, as_json, **more)
 
 
 # verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
-    "eval": (EvalConfig, _late("depthgate.train.evaluate")),
+    "eval": (EvalConfig, _late("depthgate.evaluating")),
     "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
     "generate": (GenerateConfig, _late("depthgate.generation.command")),
     "convert": (ConvertConfig, _late("depthgate.hf.command")),
+    "finetune": (FinetuneConfig, _late("depthgate.hf.finetune")),
     "view": (ViewConfig, _late("depthgate.showing")),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),
@@ -94,6 +95,7 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "bench-generate": (BenchGenerateConfig, _late("depthgate.bench.generate")),
     "demo": (DemoConfig, _late("depthgate.demo")),
 }
+_RESUMED = (TrainConfig, FinetuneConfig)
 
 
 def _about(config: type[Any]) -> str:
@@ -123,7 +125,7 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
         parser.add_argument(f"--{name}", action="store_true", help=about)
     given = {"prompt", "stop"} if config is GenerateConfig else set()
     parser.add_class_arguments(config, as_group=False, skip={*typed, *given})
-    if config is TrainConfig:
+    if config in _RESUMED:
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
     return parser
 
@@ -253,7 +255,7 @@ def _run(argv: Sequence[str]) -> int:
     options = _parse(argv)
     config_type, function = _VERBS[options.verb]
     options = options[options.verb]
-    extra = {"resume": options.resume} if config_type is TrainConfig else {}
+    extra = {"resume": options.resume} if config_type in _RESUMED else {}
     code = function(build(config_type, options), options.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

@@ -115,16 +115,21 @@ def _save(model: Any, source: Path, out: Path, probe: Tensor) -> None:
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     part.mkdir(parents=True)
     try:
-        model.save_pretrained(part)
-        for pattern in _TEXT_FILES:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copyfile(file, part / file.name)
+        write(model, source, part)
         if _distance(_logits(load(part), probe), _logits(model, probe)) > 0:
             raise DepthgateError(f"what was saved is not what was converted: {out} is not written")
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def write(model: Any, source: Path, folder: Path) -> None:
+    """The model, and what lies beside its weights in `source` and is about text."""
+    model.save_pretrained(folder)
+    for pattern in _TEXT_FILES:
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
 
 
 def _report(config: Any, changes: list[float] | None, difference: float, out: Path, as_json: bool) -> None:
