@@ -21,7 +21,7 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
-from depthgate.hf.config import ConvertConfig, FinetuneConfig
+from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 from depthgate.view.config import ViewConfig
@@ -93,6 +93,7 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),
     "bench-train": (BenchTrainConfig, _late("depthgate.bench.train")),
     "bench-generate": (BenchGenerateConfig, _late("depthgate.bench.generate")),
+    "bench-hf": (BenchHFConfig, _late("depthgate.hf.speed")),
     "demo": (DemoConfig, _late("depthgate.demo")),
 }
 _RESUMED = (TrainConfig, FinetuneConfig)

@@ -234,7 +234,7 @@ class TrainConfig:
         check_choice(self.optimizer, "optimizer", ("adamw", "muon"))
         check_choice(self.schedule, "schedule", ("cosine", "wsd"))
         check_choice(self.dtype, "dtype", ("float32", "bfloat16"))
-        check_choice(self.tracker or "wandb", "tracker", ("tensorboard", "trackio", "wandb"))
+        check_choice("wandb" if self.tracker is None else self.tracker, "tracker", ("tensorboard", "trackio", "wandb"))
         check_vocab(self.tokenizer, self.vocab)
 
 

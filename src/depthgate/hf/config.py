@@ -50,6 +50,14 @@ class Routing:
         return {**asdict(self), "layers": list(self.layers)}
 
 
+def numbers(given: str | int, name: str, what: str = "whole numbers separated by commas") -> list[int]:
+    """1,3,5 as numbers."""
+    try:
+        return [int(part) for part in str(given).split(",")]
+    except ValueError:
+        raise InvalidValueError(f"{name} is {given!r}: it must be {what}") from None
+
+
 def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:
     """Numbers of layers, ascending, each once."""
     if isinstance(layers, str | bytes) or not isinstance(layers, Sequence):
@@ -103,12 +111,7 @@ class ConvertConfig:
         """every_other, auto, or numbers."""
         if not isinstance(self.layers, str) or self.layers in ("every_other", "auto"):
             return self.layers
-        try:
-            return [int(part) for part in self.layers.split(",")]
-        except ValueError:
-            raise InvalidValueError(
-                f"layers is {self.layers!r}: it must be every_other, auto, or numbers, as 1,3,5"
-            ) from None
+        return numbers(self.layers, "layers", "every_other, auto, or numbers, as 1,3,5")
 
 
 @dataclass(frozen=True)
@@ -224,3 +227,46 @@ class FinetuneConfig:
         steps = self.steps if self.tokens is None else -(-self.tokens // (self.batch * self.seq))
         lr = self.lr if self.lr is not None else 1e-4 if self.train == "full" else 1e-3
         return replace(self, steps=steps, tokens=None, lr=lr)
+
+
+@dataclass(frozen=True)
+class BenchHFConfig:
+    """Time how fast Hugging Face models read and write, dense and converted.
+
+    Args:
+        models: folders of models, separated by commas
+        data: text that they read, as for depthgate train
+        batches: numbers of sequences computed at once, separated by commas
+        context: tokens of each sequence that are read
+        new_tokens: tokens of each that are written
+        repeats: how often the text is read
+        dtype: float32, bfloat16, or auto: on a CPU float32, else what each is stored in
+        device: cpu, cuda, or auto
+    """
+
+    models: str
+    data: str
+    batches: str | int = "1,8"
+    context: int = 512
+    new_tokens: int = 32
+    repeats: int = 5
+    dtype: str = "auto"
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("context", "new_tokens", "repeats"):
+            check_count(getattr(self, name), name)
+        for batch in self.batch_sizes:
+            check_count(batch, "batches")
+        check_choice(self.dtype, "dtype", ("auto", "float32", "bfloat16"))
+        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+
+    @property
+    def folders(self) -> list[str]:
+        """`models` as names."""
+        return self.models.split(",")
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """`batches` as numbers."""
+        return numbers(self.batches, "batches")
