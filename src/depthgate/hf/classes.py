@@ -1,12 +1,13 @@
 """The classes of routed models, one set for each family, made from transformers' own when somebody asks for one."""
 
+import warnings
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
 from depthgate.hf.layer import RoutedLayer
@@ -15,7 +16,8 @@ from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Predictor, Threshold
 
 ROUTER = "depth_router"
-OLDEST = (5, 18)  # of transformers: the tests pass with it and with 5.22
+TESTED = (5, 18)  # of transformers: the tests pass with it and with 5.22
+OLDEST = (5, 17)  # all of them but a few of assisted decoding
 
 _Config: Any = object  # in front of classes of transformers
 _Model: Any = object
@@ -103,6 +105,9 @@ def model_classes(kind: str) -> tuple[type, type]:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not OLDEST <= version < (6, 0):
         raise DepthgateError(f"transformers is {transformers.__version__}: install 5.18 or a later 5.x")
+    if version < TESTED:
+        why = "assisted decoding and cropped caches may fail with it; all else works. Install 5.18 or a later 5.x"
+        warnings.warn(f"transformers is {transformers.__version__}: {why}", DepthgateWarning, stacklevel=2)
     family = FAMILIES[kind]
     base = getattr(modeling(kind), family.model)
     body = {
