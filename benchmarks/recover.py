@@ -20,8 +20,6 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-import yaml
-
 import depthgate  # noqa: F401
 from depthgate.bench.measure import machine
 from depthgate.config import EvalConfig
@@ -71,6 +69,13 @@ def from_gguf(file: Path, out: Path) -> None:
     plain.to(torch.bfloat16).save_pretrained(part)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(part)
     part.rename(out)
+
+
+def value_of(text: str) -> object:
+    """A number, true or false; anything else is text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
 
 
 def quietly(work, *args) -> dict[str, object]:
@@ -132,7 +137,7 @@ def main() -> None:
         if not dense.exists():
             from_gguf(options.gguf, dense)
     known = {field.name for field in fields(FinetuneConfig)}
-    given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in options.set)}
+    given = {name: value_of(text) for name, _, text in (each.partition("=") for each in options.set)}
     if unknown := given.keys() - known:
         raise DepthgateError(f"--set {sorted(unknown)}: no such option of finetune")
     print(json.dumps({"row": "machine", **machine(device), "options": vars(options) | {"set": given}}, default=str))
