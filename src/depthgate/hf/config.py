@@ -131,6 +131,8 @@ class FinetuneConfig:
         rank: rank of LoRA
         capacity: share of the tokens that go through a routed layer at the end; the model's unless given
         capacity_share: share of the steps over which the capacity falls from 1
+        calibrate: tokens that routers which are all zero are set from before the first step, so that they begin with
+            those that their layers change most; 0: they stay as they are
         steps: optimizer steps in all, also when a run is resumed
         tokens: tokens to train on, instead of steps
         batch: sequences in a step
@@ -167,6 +169,7 @@ class FinetuneConfig:
     rank: int = 16
     capacity: float | None = None
     capacity_share: float = 0.5
+    calibrate: int = 16_384
     steps: int = 1000
     tokens: int | None = None
     batch: int = 8
@@ -194,7 +197,7 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "accumulate", "rank", "checkpoint_every", "most_bad_steps"):
             check_count(getattr(self, name), name)
-        for name in ("seed", "warmup"):
+        for name in ("seed", "warmup", "calibrate"):
             check_count(getattr(self, name), name, minimum=0)
         for name in ("tokens", "schedule_steps"):
             if getattr(self, name) is not None:

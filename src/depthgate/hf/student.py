@@ -16,9 +16,11 @@ from depthgate.hf.conversion import set_capacity
 from depthgate.hf.language import Language, cast, dense_of
 from depthgate.ops.distill import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.routing import routed_share
+from depthgate.routing import Threshold, routed_share
 from depthgate.train.batches import Rows
 from depthgate.train.progress import matmul_rate
+
+_DECAY = 0.9  # of moving thresholds
 
 
 def build(language: Language, config: FinetuneConfig, device: str) -> "Student":
@@ -59,6 +61,8 @@ class Student:
         for layer in language.routed:
             layer.rule_loss /= config.accumulate  # every part adds it
             layer.depth_router.through_gates = model.config.depthgate["rule"] != "scores"
+            if isinstance(layer.depth_router.rule, Threshold):  # scores move much in a short time
+                layer.depth_router.rule.decay = _DECAY
             if config.compile:
                 layer.compile(dynamic=False)
         if config.checkpointing:
