@@ -4,32 +4,43 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+import depthgate as dg
 from tests.hf.zoo import dense
 
 
 def save_tokenizer(folder):
-    """Ids 0 to 95 are the words w0 to w95; w2 ends a text."""
+    """Ids 0 to 95 are the words w0 to w95; w1 begins a text and w2 ends it."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w2", unk_token="w0").save_pretrained(folder)
+    tokenizer.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
+    names = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0", "pad_token": "w2"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
-def save_model(folder, kind="llama", **how):
-    """A dense model, or what `how` makes of it."""
-    dense(kind).save_pretrained(folder)
+def save_model(folder, kind="llama", capacity=None, **options):
+    """A dense model, or one converted at a capacity."""
+    model = dense(kind)
+    if capacity is not None:
+        dg.hf.convert(model, capacity, **options)
+    model.save_pretrained(folder)
     save_tokenizer(folder)
     return folder
 
 
-def write_text(path, documents=40, length=60, seed=3):
-    """Documents in which a word follows from the one before, mostly."""
+def texts(documents=40, length=60, seed=3):
+    """Words of which each follows from the one before, in one of three ways."""
     chance = torch.Generator().manual_seed(seed)
-    lines = []
-    for _ in range(documents):
-        step = int(torch.randint(1, 4, (), generator=chance))
-        start = int(torch.randint(90, (), generator=chance))
-        lines.append(" ".join(f"w{3 + (start + step * i) % 93}" for i in range(length)))
-    path.write_text("<|endoftext|>".join(lines))
+    starts = torch.randint(90, (documents,), generator=chance).tolist()
+    steps = torch.randint(1, 4, (documents,), generator=chance).tolist()
+    return [
+        " ".join(f"w{3 + (start + step * i) % 93}" for i in range(length))
+        for start, step in zip(starts, steps, strict=True)
+    ]
+
+
+def write_text(path, **options):
+    path.write_text("<|endoftext|>".join(texts(**options)))
     return path

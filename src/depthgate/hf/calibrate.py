@@ -15,10 +15,11 @@ from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Threshold
 from depthgate.train.batches import Rows
 
-_RIDGE = 1e-2  # of the mean square of a feature
+_RIDGE = 1e-2  # of the mean square of a feature of a usual token
 _SPREAD = {"straight_through": 1.0}  # of the scores; where they change the gate, it is to stay near 1
 _SMALL = 0.05
 _FIRST = 3.0  # how far above the others a document's first token is put, in standard deviations
+_MATTERS = 10.0  # how much more than another it weighs in the fit
 
 
 def is_neutral(language: Language) -> bool:
@@ -69,12 +70,13 @@ def calibrate(language: Language, rows: Rows, capacity: float) -> None:
 def _set(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: float, spread: float) -> None:
     wanted = (change - change[~first].mean()) / change[~first].std().clamp(min=1e-12)
     wanted = torch.where(first, _FIRST, wanted)
-    # Tokens weigh one over their square: a few have a hundred times the length of the others.
-    scale = x.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-12)
-    features = torch.cat([x, torch.ones_like(scale)], 1) / scale
-    square = features.mT @ features / len(x)
-    square.diagonal().add_(_RIDGE * square.diagonal().mean())
-    fit = torch.linalg.solve(square.double(), (features.mT @ (wanted / scale[:, 0])[:, None] / len(x)).double())[:, 0]
+    usual = x.square().mean(-1).median().sqrt().clamp(min=1e-12)  # some tokens have a hundred times that length
+    features = torch.cat([x / usual, torch.ones_like(x[:, :1])], 1).double()
+    weighted = features * torch.where(first, _MATTERS, 1.0)[:, None] / len(x)
+    square = weighted.mT @ features
+    square.diagonal().add_(_RIDGE)
+    fit = torch.linalg.solve(square, weighted.mT @ wanted.double())
+    fit[:-1] /= usual
     scores = x @ fit[:-1].float()
     middle = scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
     times = spread / scores[~first].std().clamp(min=1e-12)
