@@ -111,7 +111,7 @@ def _print_table(about: dict[str, Any], config: BenchHFConfig, rows: list[dict[s
     title = f"Read {config.context} tokens of {config.data}, write {config.new_tokens}, {config.dtype}, medians"
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for name in ("model", "batch", "prefill tokens/s", "decode tokens/s", "K/V MiB"):
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=name != "model", overflow="fold")
     for row in rows:
         if "error" in row:
             table.add_row(row["model"], row["error"], style="red")

@@ -23,6 +23,8 @@ def linear_cross_entropy(
     `compiled`: what is done with logits between two products goes through torch.compile.
     """
     rows = rows_at_once(x, weight) if chunk is None else chunk
+    if not torch.is_grad_enabled():  # the function below would not know, and compute gradients for nobody
+        x, weight = x.detach(), weight.detach()
     loss = _LinearCrossEntropy.apply(x, weight, targets, rows, compiled)  # type: ignore[no-untyped-call]
     return loss  # type: ignore[no-any-return]
 
