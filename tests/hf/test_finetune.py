@@ -59,7 +59,7 @@ def test_it_recovers_what_routing_lost_and_leaves_the_model_alone(home, capsys):
     assert [row["capacity"] for row in found[:2]] == [1.0, 1.0]
     assert [row["capacity"] for row in found[24:]] == [0.5] * 24  # from 1 to the model's over half the steps
     assert found[0]["loss"] < 1e-6  # at capacity 1 the student is its teacher
-    assert found[-1]["loss"] < 0.5 * max(row["loss"] for row in found)
+    assert found[-1]["loss"] < 0.7 * max(row["loss"] for row in found)
     assert found[-1]["flops"] > 0
     model = AutoModelForCausalLM.from_pretrained(home / "out")
     assert model.config.depthgate["capacity"] == 0.5

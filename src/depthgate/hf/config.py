@@ -131,8 +131,8 @@ class FinetuneConfig:
         rank: rank of LoRA
         capacity: share of the tokens that go through a routed layer at the end; the model's unless given
         capacity_share: share of the steps over which the capacity falls from 1
-        calibrate: tokens that routers which are all zero are set from before the first step, so that they begin with
-            those that their layers change most; 0: they stay as they are
+        calibrate: tokens that routers are scaled by before the first step and, if they are all zero, set from, so that
+            they begin with what their layers change most; 0: none
         steps: optimizer steps in all, also when a run is resumed
         tokens: tokens to train on, instead of steps
         batch: sequences in a step

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.calibrate import calibrate, is_neutral
+from depthgate.hf.calibrate import calibrate
 from depthgate.hf.command import load, write
 from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.conversion import routed_layers, set_capacity
@@ -74,7 +74,7 @@ class _Finetuning:
     def run(self, resume: bool) -> int:
         if resume and checkpoint.steps(self.folder):
             self._restore()
-        elif self.config.calibrate and is_neutral(self.student.language):
+        elif self.config.calibrate:
             rows = self.packed.rows(range(-(-self.config.calibrate // self.config.seq)))
             calibrate(self.student.language, rows, self.goal)
         saved = self.state["step"] if resume else -1

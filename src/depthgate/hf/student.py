@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from depthgate.bench.measure import count_flops
 from depthgate.errors import DepthgateError
+from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.conversion import set_capacity
@@ -52,6 +53,7 @@ class Student:
         if config.train == "full" or config.dtype == "float32":
             cast(model, torch.float32)
         model.to(device).train()
+        scaled(language)
         for name, weight in model.named_parameters():
             learns = config.train == "full" or ROUTER in name or "lora_" in name
             weight.requires_grad_(learns)
@@ -141,6 +143,7 @@ class Student:
         """The model as it is to be saved: in the dtype it came in, LoRA merged. It can be trained no more."""
         if self._adapted is not None:
             self._adapted.merge_and_unload()
+        unscaled(self.language)
         for layer in self.language.routed:
             layer.depth_router.max_documents = None
         return cast(self.language.model, self.stored).eval()
