@@ -12,11 +12,12 @@ from tests.hf.zoo import dense
 
 
 def save_tokenizer(folder):
-    """Ids 0 to 95 are the words w0 to w95; w1 begins a text and w2 ends it."""
-    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+    """Ids 3 to 95 are the words w3 to w95; 1 begins a text and 2 ends it."""
+    words = ["<unknown>", "<begin>", "<end>", *(f"w{i}" for i in range(3, 96))]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    tokenizer.post_processor = TemplateProcessing(single="w1 $A", special_tokens=[("w1", 1)])
-    names = {"bos_token": "w1", "eos_token": "w2", "unk_token": "w0", "pad_token": "w2"}
+    tokenizer.post_processor = TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 1)])
+    names = {"bos_token": "<begin>", "eos_token": "<end>", "unk_token": "<unknown>", "pad_token": "<end>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 

@@ -41,6 +41,12 @@ class RoutedModel(_Model):  # type: ignore[misc]
         super().__init__(config, *args, **kwargs)
         install(self)
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Its cache has a place for every token of every layer, and skipping leaves places empty."""
+        raise DepthgateError("routed models cannot do continuous batching: use generate, on padded batches")
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
+
     def initialize_weights(self) -> None:
         """What a checkpoint does not hold: routers that are not in it are neutral."""
         from transformers.initialization import zeros_
