@@ -129,6 +129,9 @@ def model_classes(kind: str) -> tuple[type, type]:
     if stored is not None:  # weights lie in files under other names
         register_checkpoint_conversion_mapping(PREFIX + kind, stored, overwrite=True)
     transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
+    # `transformers serve` looks for it in the module transformers, of which there may be two, as it exchanges itself
+    # while it is imported: both are of a class of its own.
+    setattr(type(transformers), model.__name__, model)
     return config, model
 
 
