@@ -65,8 +65,6 @@ class Student:
             layer.depth_router.through_gates = model.config.depthgate["rule"] != "scores"
             if isinstance(layer.depth_router.rule, Threshold):  # scores move much in a short time
                 layer.depth_router.rule.decay = _DECAY
-            if config.compile:
-                layer.compile(dynamic=False)
         if config.checkpointing:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
