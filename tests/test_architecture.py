@@ -34,13 +34,14 @@ ALLOWED = {
         *("loading", "generation", "hf", "bench"),
     },
     "showing": {"errors", "config", "routing", "loading", "train", "hf", "view", "showing"},
-    "hf": {"errors", "config", "ops", "routing", "model", "hf"},
+    "hf": {"errors", "config", "ops", "routing", "model", "train", "bench", "hf"},
     "converting": {"errors", "hf", "loading", "train"},
+    "evaluating": {"errors", "config", "loading", "train", "bench", "hf"},
     "isoflop": {"errors", "config", "flops", "ops", "loading", "model", "train", "bench", "view", "isoflop"},
     "demo": {"errors", "config", "presets", "flops", "routing", "loading", "train", "bench", "view", "demo"},
     "cli": {
         *("_version", "errors", "config", "console", "flops", "presets", "demo", "bench", "train", "generation"),
-        *("hf", "isoflop", "view", "showing"),
+        *("hf", "isoflop", "view", "evaluating", "showing"),
     },
     "__main__": {"cli"},
     "__init__": {

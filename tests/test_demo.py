@@ -22,10 +22,10 @@ from depthgate.demo import measure, report, runs
 from depthgate.demo.config import DemoConfig
 from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
+from depthgate.evaluating import evaluate
 from depthgate.routing import Slots
 from depthgate.train import routes
 from depthgate.train.batches import windows
-from depthgate.train.evaluate import evaluate
 from depthgate.view.tokens import routed_text
 
 # Reads as markup, has characters of several bytes, and nothing about it is Python.

@@ -22,7 +22,7 @@ from depthgate.demo.config import DemoConfig
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
-from depthgate.hf.config import ConvertConfig
+from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 from depthgate.view.config import ViewConfig
@@ -78,23 +78,26 @@ def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
 
 def _late(module: str) -> Callable[..., int | None]:
     """The `run` of a module that is loaded when it is called."""
-    return lambda config, as_json: import_module(module).run(config, as_json)
+    return lambda config, as_json, **more: import_module(module).run(config, as_json, **more)
 
 
 # verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
-    "eval": (EvalConfig, _late("depthgate.train.evaluate")),
+    "eval": (EvalConfig, _late("depthgate.evaluating")),
     "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
     "generate": (GenerateConfig, _late("depthgate.generation.command")),
     "convert": (ConvertConfig, _late("depthgate.converting")),
+    "finetune": (FinetuneConfig, _late("depthgate.hf.finetune")),
     "view": (ViewConfig, _late("depthgate.showing")),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),
     "bench-train": (BenchTrainConfig, _late("depthgate.bench.train")),
     "bench-generate": (BenchGenerateConfig, _late("depthgate.bench.generate")),
+    "bench-hf": (BenchHFConfig, _late("depthgate.hf.speed")),
     "demo": (DemoConfig, _late("depthgate.demo.command")),
 }
+_RESUMED = (TrainConfig, FinetuneConfig)
 
 
 def _about(config: type[Any]) -> str:
@@ -127,7 +130,7 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
         parser.add_argument(f"--{name}", action="store_true", help=about)
     given = {GenerateConfig: {"prompt", "stop"}, ViewConfig: {"runs"}}.get(config, set())
     parser.add_class_arguments(config, as_group=False, skip={*typed, *given})
-    if config is TrainConfig:
+    if config in _RESUMED:
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
     return parser
 
@@ -257,7 +260,7 @@ def _run(argv: Sequence[str]) -> int:
     options = _parse(argv)
     config_type, function = _VERBS[options.verb]
     options = options[options.verb]
-    extra = {"resume": options.resume} if config_type is TrainConfig else {}
+    extra = {"resume": options.resume} if config_type in _RESUMED else {}
     code = function(build(config_type, options), options.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

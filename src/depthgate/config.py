@@ -30,17 +30,12 @@ GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 RULE_NAMES = ("scores", "predictor", "threshold")
 # Far above any model that is trained, far below what would hang a machine that tries.
 _MOST = {
-    "vocab": 2**24,
+    **dict.fromkeys(("vocab", "context"), 2**24),
     "dim": 2**16,
-    "layers": 2**12,
-    "heads": 2**12,
-    "kv_heads": 2**12,
-    "hidden": 2**20,
-    "context": 2**24,
-    "experts": 2**14,
-    "null_experts": 2**14,
+    **dict.fromkeys(("layers", "heads", "kv_heads"), 2**12),
+    **dict.fromkeys(("hidden", "expert_hidden"), 2**20),
+    **dict.fromkeys(("experts", "null_experts"), 2**14),
     "shared_experts": 2**8,
-    "expert_hidden": 2**20,
     "head_dim": 2**16,
 }
 
@@ -120,10 +115,8 @@ class ModelConfig:
             raise InvalidValueError(f"pattern is {self.pattern!r}: it must be kinds of layers, as dense,mod")
         for kind in self.pattern.split(","):
             if kind in ("soft_moe", "soft"):
-                raise InvalidValueError(
-                    f"pattern has {kind!r}: Soft MoE mixes all tokens of a sequence, so no decoder is causal with it; "
-                    "use moe, or an encoder"
-                )
+                why = "Soft MoE mixes all tokens of a sequence, so no decoder is causal with it"
+                raise InvalidValueError(f"pattern has {kind!r}: {why}; use moe, or an encoder")
             check_choice(kind, "pattern", KINDS)
 
     @property
@@ -260,22 +253,37 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """Measure how well a trained model predicts a text.
+    """Measure how well a model predicts a text, or how well it does tasks.
 
     Args:
-        model: folder of a run, or of one of its checkpoints
+        model: folder of a run, or of one of its checkpoints, or of a Hugging Face model, dense or converted
         data: text, as for depthgate train; or heldout: what the run kept from its training (or its validation text)
+        tasks: instead of data, a task of lm-eval in a yaml file, for Hugging Face models
+        limit: most documents of the task
         batch: sequences computed at once
+        tokens: most tokens to measure on, spread evenly; all unless given
+        seq: tokens that a Hugging Face model reads at once; unless given 1024, or what it has room for
+        dtype: that of a Hugging Face model: float32, bfloat16, or auto: on a CPU float32, else what it is stored in
         device: cpu, cuda, or auto
     """
 
     model: str
-    data: str
+    data: str | None = None
+    tasks: str | None = None
+    limit: int | None = None
     batch: int = 8
+    tokens: int | None = None
+    seq: int | None = None
+    dtype: str = "auto"
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        check_count(self.batch, "batch")
+        if (self.data is None) == (self.tasks is None):
+            raise InvalidValueError("eval needs a text or tasks: give --data or --tasks, and not both")
+        for name in ("limit", "tokens", "seq", "batch"):
+            if getattr(self, name) is not None:
+                check_count(getattr(self, name), name)
+        check_choice(self.dtype, "dtype", ("auto", "float32", "bfloat16"))
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
 
 

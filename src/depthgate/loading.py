@@ -27,6 +27,15 @@ class LoadedDecoder(Decoder):
 
     tokenizer: TextTokenizer
 
+    @property
+    def context(self) -> int:
+        """Tokens that it is read in windows of."""
+        return self.config.context
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
 
 def load(path: str | Path) -> LoadedDecoder:
     """The model in evaluation mode, on the CPU, with its `tokenizer`. Damage is a DepthgateError, and nothing in the

@@ -1,5 +1,6 @@
 """The classes of routed models, one set for each family, made from transformers' own when somebody asks for one."""
 
+import warnings
 from functools import cache, partial, wraps
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
@@ -17,7 +18,8 @@ from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Predictor, Threshold
 
 ROUTER = "depth_router"
-OLDEST = (5, 18)  # of transformers: the tests pass with it and with 5.22
+TESTED = (5, 18)  # of transformers: the tests pass with it and with 5.22
+OLDEST = (5, 17)  # all of them but a few of assisted decoding
 
 _Config: Any = object  # in front of classes of transformers
 _Model: Any = object
@@ -57,6 +59,12 @@ class RoutedModel(_Model):  # type: ignore[misc]
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = None) -> None:
         """Nothing, as for the config."""
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Its cache has a place for every token of every layer, and skipping leaves places empty."""
+        raise DepthgateError("routed models cannot do continuous batching: use generate, on padded batches")
+
+    generate_batch = continuous_batching_context_manager = init_continuous_batching
 
     def initialize_weights(self) -> None:
         """What a checkpoint does not hold: routers that are not in it are neutral."""
@@ -143,6 +151,9 @@ def model_classes(kind: str) -> tuple[type, type]:
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not OLDEST <= version < (6, 0):
         raise DepthgateError(f"transformers is {transformers.__version__}: install 5.18 or a later 5.x")
+    if version < TESTED:
+        why = "assisted decoding and cropped caches may fail with it; all else works. Install 5.18 or a later 5.x"
+        warnings.warn(f"transformers is {transformers.__version__}: {why}", DepthgateWarning, stacklevel=2)
     family = FAMILIES[kind]
     base = getattr(modeling(kind), family.model)
     body = {
@@ -161,6 +172,9 @@ def model_classes(kind: str) -> tuple[type, type]:
     transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
     # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + kind] = model.__name__
+    # `transformers serve` looks for it in the module transformers, of which there may be two, as it exchanges itself
+    # while it is imported: both are of a class of its own.
+    setattr(type(transformers), model.__name__, model)
     return config, model
 
 

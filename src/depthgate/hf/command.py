@@ -51,7 +51,7 @@ def run(config: ConvertConfig, as_json: bool) -> int:
             f"written; use the gate one_plus_tanh or straight_through (this was {config.gate})"
         )
     set_capacity(model, config.capacity)
-    save(model, partial(_copy_text, source), out, probe)
+    save(model, partial(copy_text, source), out, probe)
     _report(model.config, changes, difference, out, as_json)
     return 0
 
@@ -105,7 +105,7 @@ def save(model: Any, tokenizer: Any, out: Path, probe: Tensor) -> None:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _copy_text(source: Path, out: Path) -> None:
+def copy_text(source: Path, out: Path) -> None:
     """What lies beside the weights and is about text; of a GGUF file, what is within."""
     if gguf_of(source) is not None:
         load_tokenizer(source).save_pretrained(out)

@@ -10,6 +10,7 @@ from depthgate.hf.classes import install, model_classes
 from depthgate.hf.config import Routing, checked_layers
 from depthgate.hf.families import family_of
 from depthgate.hf.layer import RoutedLayer
+from depthgate.routing.routers import TopTokens
 
 
 def convert(
@@ -66,6 +67,9 @@ def set_capacity(model: Any, capacity: float) -> None:
     layers = routed_layers(model)
     if not layers:
         raise InvalidValueError("the model has no routed layers: convert it with dg.hf.convert")
+    check_capacity(capacity)
     for layer in layers:
-        layer.depth_router.capacity = check_capacity(capacity)
+        for part in layer.depth_router.modules():  # PEFT may have wrapped the router, and keep a copy
+            if isinstance(part, TopTokens):
+                part.capacity = float(capacity)
     model.config.depthgate = {**model.config.depthgate, "capacity": float(capacity)}

@@ -22,9 +22,16 @@ def linear_cross_entropy(
     Gradients are computed on the way forward, while a part's logits are there, so nothing is computed twice.
     `compiled`: what is done with logits between two products goes through torch.compile.
     """
-    rows = max(1, _PART.get(x.device.type, _PART["cpu"]) // weight.shape[0]) if chunk is None else chunk
+    rows = rows_at_once(x, weight) if chunk is None else chunk
+    if not torch.is_grad_enabled():  # the function below would not know, and compute gradients for nobody
+        x, weight = x.detach(), weight.detach()
     loss = _LinearCrossEntropy.apply(x, weight, targets, rows, compiled)  # type: ignore[no-untyped-call]
     return loss  # type: ignore[no-any-return]
+
+
+def rows_at_once(x: Tensor, weight: Tensor) -> int:
+    """How many rows of x have their logits held at a time."""
+    return max(1, _PART.get(x.device.type, _PART["cpu"]) // weight.shape[0])
 
 
 def _losses(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +53,8 @@ def _losses_and_gradient(logits: Tensor, targets: Tensor, count: Tensor) -> tupl
 
 
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled_once(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function through torch.compile, the same for all who ask."""
     return torch.compile(function, dynamic=False)
 
 
@@ -61,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         w = weight.to(low)
         grad_x = torch.empty_like(x) if wants_x else None
         grad_weight = torch.zeros_like(weight) if wants_weight else None
-        both = _compiled(_losses_and_gradient) if compiled else _losses_and_gradient
+        both = compiled_once(_losses_and_gradient) if compiled else _losses_and_gradient
         with torch.autocast(device, enabled=False):
             for start in range(0, x.shape[0], chunk):
                 part, wanted = x[start : start + chunk].to(low), targets[start : start + chunk]

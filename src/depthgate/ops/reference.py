@@ -79,6 +79,16 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return torch.where(kept, losses, 0.0).sum() / kept.sum().clamp(min=1)
 
 
+def linear_distillation(
+    x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, targets: Tensor, t: float, text: float
+) -> Tensor:
+    """Twin of `distill.linear_distillation`: all logits at once."""
+    p, q = (teacher_x @ teacher_weight.mT / t).softmax(-1), (x @ weight.mT / t).softmax(-1)
+    kept = targets >= 0
+    losses = torch.where(kept, t**2 * (p * (p / q).log()).sum(-1), 0.0).sum() / kept.sum().clamp(min=1)
+    return (1 - text) * losses + text * linear_cross_entropy(x, weight, targets)
+
+
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
     """Twin of `attention.packed_attention`: each query over the earlier keys of its document, softmax written out."""
     T, H, d = q.shape[1:]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from depthgate.config import EvalConfig
 from depthgate.errors import DepthgateError
-from depthgate.hf.source import load as load_hf
 from depthgate.hf.conversion import routed_layers
+from depthgate.hf.source import load as load_hf
 from depthgate.loading import LoadedDecoder, load
 from depthgate.routing import Plans
 from depthgate.train.batches import windows

@@ -1,7 +1,8 @@
 """Optimizers and schedules, and their state as named tensors."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,41 +27,57 @@ def build(model: nn.Module, config: TrainConfig, world: World = World()) -> list
     own, with their own rate; norms, biases and embeddings do not decay."""
     graph, device = capturable(config, world), world.device
     muon: list[nn.Parameter] = []
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    rest: list[tuple[str, nn.Parameter]] = []
     for name, weight in model.named_parameters():
-        router = "router" in name
-        if config.optimizer == "muon" and name.startswith("layers.") and weight.ndim == 2 and not router:
+        matrix = name.startswith("layers.") and weight.ndim == 2 and "router" not in name
+        if config.optimizer == "muon" and matrix:
             muon.append(weight)
-            continue
-        decays = weight.ndim >= 2 and name.startswith("layers.")
-        groups.setdefault((router, decays), []).append(weight)
-    adamw = torch.optim.AdamW(
+        else:
+            rest.append((name, weight))
+    first = adamw(rest, config, _in_layers, torch.tensor(config.lr, device=device) if graph else config.lr)
+    if not muon:
+        return [first]
+    # Muon's steps have a size of their own; this makes it that of AdamW's, so that one rate serves both.
+    second = torch.optim.Muon(muon, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [first, second]
+
+
+def _in_layers(name: str, weight: Tensor) -> bool:
+    return weight.ndim >= 2 and name.startswith("layers.")
+
+
+def adamw(
+    named: Iterable[tuple[str, nn.Parameter]],
+    config: Any,
+    decays: Callable[[str, Tensor], bool],
+    lr: float | Tensor,
+) -> torch.optim.AdamW:
+    """AdamW with a group for routers, whose rate is `router_lr` times that of the others, and one for what decays. A
+    rate that is a tensor is a number on the device, which a graph reads."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for name, weight in named:
+        groups.setdefault(("router" in name, decays(name, weight)), []).append(weight)
+    return torch.optim.AdamW(
         [
             {
                 "params": weights,
-                "weight_decay": config.weight_decay if decays else 0.0,
+                "weight_decay": config.weight_decay if decaying else 0.0,
                 "scale": config.router_lr if router else 1.0,
-                # A number on the device that a graph reads: each group's own, as each may have another.
-                "lr": torch.tensor(config.lr, device=device) if graph else config.lr,
+                "lr": lr.clone() if isinstance(lr, Tensor) else lr,  # each group's own, as each may have another
             }
-            for (router, decays), weights in groups.items()
+            for (router, decaying), weights in groups.items()
         ],
         lr=config.lr,
         betas=_BETAS,
         fused=True,
-        capturable=graph,
+        capturable=isinstance(lr, Tensor),
     )
-    if not muon:
-        return [adamw]
-    # Muon's steps have a size of their own; this makes it that of AdamW's, so that one rate serves both.
-    rest = torch.optim.Muon(muon, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-    return [adamw, rest]
 
 
-def rate(config: TrainConfig, step: int) -> float:
+def rate(config: Any, step: int) -> float:
     """Learning rate of a step, counted from 0: a linear warm-up, then down to `lowest_lr` of the highest."""
     if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
+        return float(config.lr * (step + 1) / config.warmup)
     steps = config.steps if config.schedule_steps is None else config.schedule_steps
     if config.schedule == "cosine":
         done = (step - config.warmup) / max(1, steps - config.warmup)
@@ -68,17 +85,19 @@ def rate(config: TrainConfig, step: int) -> float:
     else:
         last = max(1, steps // 5)
         share = min(1.0, max(0.0, (steps - step) / last))
-    return config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share)
+    return float(config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share))
 
 
 def capacity(config: TrainConfig, step: int) -> float:
-    """Capacity of a step: from 1 down to the model's over `capacity_steps`, in sixteen stages so that a compiled model
-    meets few of them."""
-    goal = config.model.capacity
-    if step >= config.capacity_steps:
+    """Capacity of a step: from 1 down to the model's over `capacity_steps`."""
+    return annealed(config.model.capacity, step, config.capacity_steps)
+
+
+def annealed(goal: float, step: int, steps: int) -> float:
+    """From 1 down to the goal over so many steps, in sixteen stages so that a compiled model meets few of them."""
+    if step >= steps:
         return goal
-    stage = math.floor(16 * step / config.capacity_steps) / 16
-    return 1.0 + (goal - 1.0) * stage
+    return 1.0 + (goal - 1.0) * math.floor(16 * step / steps) / 16
 
 
 def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:

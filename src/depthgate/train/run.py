@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate.config import TrainConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.train import checkpoint, files
 
@@ -31,29 +30,30 @@ def cache() -> Path:
         raise DepthgateError("there is no home folder to keep token files in: set HOME or XDG_CACHE_HOME") from None
 
 
-def plain(config: TrainConfig) -> dict[str, Any]:
+def plain(config: Any) -> dict[str, Any]:
     """The configuration as JSON holds it."""
     return json.loads(json.dumps(asdict(config)))  # type: ignore[no-any-return]
 
 
 @contextmanager
-def opened(config: TrainConfig, resume: bool) -> Iterator[Path]:
-    """The run's folder, held by this process alone: new and empty, or that of the run that goes on. A new run that
-    fails before its first step leaves no trace, so that the same command, mended, can be given again."""
+def opened(config: Any, resume: bool, name: str = CONFIG) -> Iterator[Path]:
+    """The run's folder, held by this process alone: new and empty, or that of the run that goes on; the file `name`
+    says what it was asked to do. A new run that fails before its first step leaves no trace, so that the same command,
+    mended, can be given again."""
     if "\0" in config.out:
         raise InvalidValueError(f"out is {config.out!r}: no folder has such a name; choose another")
     run = Path(config.out)
     try:
-        _check_mine(config, resume, run)  # before anything is written
+        _check_mine(config, resume, run, name)  # before anything is written
         run.mkdir(parents=True, exist_ok=True)
         with checkpoint.lock(run / ".run.lock"):
-            new = _check_mine(config, resume, run)  # once more, now that no other process can come between
+            new = _check_mine(config, resume, run, name)  # once more, now that no other process can come between
             try:
-                write_json(run / CONFIG, plain(config))
+                write_json(run / name, plain(config))
                 yield run
             except BaseException:
                 if new:
-                    _forget(run)
+                    _forget(run, name)
                 raise
     except OSError as error:
         raise DepthgateError(
@@ -61,11 +61,11 @@ def opened(config: TrainConfig, resume: bool) -> Iterator[Path]:
         ) from error
 
 
-def _check_mine(config: TrainConfig, resume: bool, run: Path) -> bool:
+def _check_mine(config: Any, resume: bool, run: Path, name: str) -> bool:
     """Whether the run is a new one; an error where the folder is of another, or of something else."""
-    known = (run / CONFIG).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
+    known = (run / name).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
     if resume and known:
-        recorded = _recorded(run, config.model.vocab)
+        recorded = _recorded(run / name, config)
         check_same(plain(config), recorded, run)
         if config.schedule_steps is None and recorded.get("steps") != config.steps:
             was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
@@ -76,20 +76,20 @@ def _check_mine(config: TrainConfig, resume: bool, run: Path) -> bool:
     return not known
 
 
-def _forget(run: Path) -> None:
+def _forget(run: Path, config: str) -> None:
     """Remove what a run that made no step has written."""
     with suppress(OSError):
         if checkpoint.steps(run) or ((run / METRICS).exists() and (run / METRICS).stat().st_size):
             return
-        for name in (CONFIG, METRICS):
+        for name in (config, METRICS):
             (run / name).unlink(missing_ok=True)
         shutil.rmtree(run / TOKENIZER, ignore_errors=True)
 
 
-def _recorded(run: Path, vocab: int) -> dict[str, Any]:
-    """What the run was asked to do; where config.json is damaged or gone, what its newest checkpoint says, in which
-    the vocabulary is the tokenizer's and not what was asked for."""
-    path = run / CONFIG
+def _recorded(path: Path, config: Any) -> dict[str, Any]:
+    """What the run was asked to do; where the file that says it is damaged or gone, what its newest checkpoint says, in
+    which the vocabulary is the tokenizer's and not what was asked for."""
+    run = path.parent
     try:
         with path.open("rb") as file:
             return files.from_json(file.read(files.MAX_JSON), path)
@@ -99,7 +99,7 @@ def _recorded(run: Path, vocab: int) -> dict[str, Any]:
         warnings.warn(f"{error}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=2)
         found = checkpoint.load(run, ()).config
         if isinstance(found.get("model"), dict):
-            found["model"]["vocab"] = vocab
+            found["model"]["vocab"] = config.model.vocab
         return found
 
 
@@ -124,13 +124,20 @@ def _short(config: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def check_found(found: checkpoint.Checkpoint, config: TrainConfig, new: dict[str, Any], model: nn.Module) -> None:
-    """Refuse a checkpoint that this run cannot have saved, whatever its hashes say; `new` is the state of a new run."""
+def check_found(
+    found: checkpoint.Checkpoint,
+    config: Any,
+    new: dict[str, Any],
+    model: nn.Module,
+    held: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Refuse a checkpoint that this run cannot have saved, whatever its hashes say; `new` is the state of a new run,
+    `held` what is saved of its model: all, unless given."""
     check_same(plain(config), found.config, found.path)
     check_state(found, new)
     if found.tensors.keys() != {"model", "optimizer", "rng"}:
         raise files.damaged(found.path, "does not hold a model, its optimizer and its random numbers")
-    check_fit(found.tensors["model"], model.state_dict(), found.path)
+    check_fit(found.tensors["model"], model.state_dict() if held is None else held, found.path)
     check_fit(found.tensors["optimizer"], _moments(found, model), found.path)
     check_fit(found.tensors["rng"], {"cpu": torch.get_rng_state()}, found.path)
     try:

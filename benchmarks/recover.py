@@ -1,0 +1,208 @@
+"""A real model made cheaper: convert, measure, recover, measure again, and time all of them.
+
+    python benchmarks/recover.py --dense DIR --data wiki-train.txt.xz --valid wiki-valid.txt.xz --out runs/recover \
+        --capacities 0.75,0.5 --minutes 3 --device cuda
+
+Prints a JSON object a line as each figure is there, and a table at the end. `--minutes` is the training time of each
+model: the number of steps is what a short trial says fits into it. What is there already is not done again, so an
+interrupted call can be given once more.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+
+import depthgate  # noqa: F401
+from depthgate.bench.measure import machine
+from depthgate.config import EvalConfig
+from depthgate.errors import DepthgateError
+from depthgate.evaluating import evaluate
+from depthgate.hf import command, finetune, speed
+from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
+from depthgate.train.loop import resolve_device
+
+_TRIAL = 12  # steps that say how long one takes; the first ones warm up
+
+
+class Rows:
+    """rows.jsonl: figures by name, each written as soon as it is known."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "rows.jsonl"
+        self.found: dict[str, dict[str, object]] = {}
+        if self.path.exists():
+            for line in self.path.read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    self.found[row["row"]] = row
+
+    def get(self, name: str, make) -> dict[str, object]:
+        if name not in self.found:
+            start = time.perf_counter()
+            row = {"row": name, **make(), "took": round(time.perf_counter() - start, 1)}
+            self.found[name] = row
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+        return self.found[name]
+
+
+def from_gguf(file: Path, out: Path) -> None:
+    """A GGUF checkpoint as a plain folder in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    values = {k: v for k, v in model.config.to_dict().items() if k != "quantization_config"}
+    plain = type(model)(type(model.config)(**values))
+    plain.load_state_dict(model.state_dict())
+    plain.to(torch.bfloat16).save_pretrained(part)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(part)
+    part.rename(out)
+
+
+def value_of(text: str) -> object:
+    """A number, true or false; anything else is text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text)
+    return text
+
+
+def quietly(work, *args) -> dict[str, object]:
+    """What a command prints as JSON."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        code = work(*args)
+    if code:
+        sys.exit(code)
+    return json.loads(text.getvalue().splitlines()[-1])
+
+
+def steps_for(config: FinetuneConfig, minutes: float, out: Path) -> dict[str, object]:
+    """How many steps of this configuration fit into so many minutes, by a short trial at the last capacity."""
+    trial = out / "trial"
+    shutil.rmtree(trial, ignore_errors=True)
+    quietly(finetune.run, replace(config, out=str(trial), steps=_TRIAL, capacity_share=0.0), True)
+    rows = [json.loads(line) for line in (trial / "metrics.jsonl").read_text().splitlines()]
+    shutil.rmtree(trial)
+    each = sorted(b["seconds"] - a["seconds"] for a, b in pairwise(rows[2:]))
+    seconds = each[len(each) // 2]
+    return {"seconds_a_step": seconds, "steps": max(1, int(60 * minutes / seconds))}
+
+
+def recovered(config: FinetuneConfig) -> dict[str, object]:
+    """Fine-tune, or go on where it was interrupted; the last row of metrics."""
+    resume = (Path(config.out) / finetune.ASKED).exists()
+    last = quietly(finetune.run, config, True, resume)
+    return {key: last[key] for key in ("step", "loss", "tokens", "flops", "seconds", "tokens_per_second")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dense", type=Path, help="folder of a dense model")
+    source.add_argument("--gguf", type=Path, help="or a GGUF file, which needs the package gguf")
+    parser.add_argument("--data", required=True, help="text to train on")
+    parser.add_argument("--valid", required=True, help="text to measure on")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--capacities", default="0.75,0.5")
+    parser.add_argument("--layers", default="every_other")
+    parser.add_argument("--gate", default="straight_through")
+    parser.add_argument("--rule", default="threshold")
+    parser.add_argument("--minutes", type=float, help="training time of each model")
+    parser.add_argument("--eval_tokens", type=int, default=300_000)
+    parser.add_argument("--eval_batch", type=int, default=16)
+    parser.add_argument("--batches", default="1,16", help="sizes of batches that are timed; none: ''")
+    parser.add_argument("--context", type=int, default=1024, help="tokens read when timed, and in a window measured")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--set", action="append", default=[], help="an option of depthgate finetune, as lr=2e-4")
+    options = parser.parse_args()
+
+    os.environ.setdefault("XDG_CACHE_HOME", str(options.out.resolve() / "cache"))
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows, device = Rows(options.out), resolve_device(options.device)
+    dense = options.dense
+    if dense is None:
+        dense = options.out / "dense"
+        if not dense.exists():
+            from_gguf(options.gguf, dense)
+    known = {field.name for field in fields(FinetuneConfig)}
+    given = {name: value_of(text) for name, _, text in (each.partition("=") for each in options.set)}
+    if unknown := given.keys() - known:
+        raise DepthgateError(f"--set {sorted(unknown)}: no such option of finetune")
+    print(json.dumps({"row": "machine", **machine(device), "options": vars(options) | {"set": given}}, default=str))
+
+    def measured(folder: Path) -> dict[str, object]:
+        asked = EvalConfig(
+            str(folder),
+            options.valid,
+            batch=options.eval_batch,
+            tokens=options.eval_tokens,
+            seq=options.context,
+            device=device,
+        )
+        found = evaluate(asked)
+        shares = found["routed_share"]
+        kept = ("tokens", "nats_per_token", "perplexity", "bits_per_byte", "bits_per_byte_top_k", "flops_per_token")
+        return {key: found[key] for key in kept} | {"routed": sum(shares) / len(shares) if shares else 1.0}
+
+    folders = {"dense": dense}
+    rows.get("dense", lambda: measured(dense))
+    for capacity in map(float, options.capacities.split(",")):
+        name = f"capacity {capacity}"
+        converted, after = options.out / f"converted-{capacity}", options.out / f"recovered-{capacity}"
+        if not converted.exists():
+            asked = ConvertConfig(
+                str(dense), str(converted), capacity, options.layers, gate=options.gate, rule=options.rule
+            )
+            quietly(command.run, asked, True)
+        rows.get(f"{name}, converted", lambda folder=converted: measured(folder))
+        config = replace(FinetuneConfig(str(converted), options.data, str(after), device=device), **given)
+        if options.minutes is not None:
+            found = rows.get(f"{name}, trial", lambda c=config: steps_for(c, options.minutes, options.out))
+            config = replace(config, steps=found["steps"])
+        rows.get(f"{name}, training", lambda c=config: recovered(c))
+        rows.get(f"{name}, recovered", lambda folder=after: measured(folder))
+        folders[f"{name}, recovered"] = after
+    if options.batches:
+        for name, folder in folders.items():
+            asked = BenchHFConfig(str(folder), options.valid, options.batches, options.context, device=device)
+            rows.get(f"{name}, speed", lambda a=asked, f=folder: {"speeds": speed.speeds(str(f), a, device)})
+    table(rows.found)
+
+
+def table(rows: dict[str, dict[str, object]]) -> None:
+    """The figures side by side, as markdown."""
+    names = "model|perplexity|bits/byte|over dense|top-k bits/byte|routed|MFLOPs/token|batch: prefill, decode tokens/s"
+    print("\n" + "|".join(["", *names.split("|"), ""]) + "\n" + "|---" * 8 + "|")
+    for name, row in rows.items():
+        if "perplexity" not in row:
+            continue
+        timed = rows.get(f"{name}, speed", {}).get("speeds", [])
+        speeds = "; ".join(
+            each.get("error")
+            or f"{each['batch']}: {each['prefill_tokens_per_second']:,.0f}, {each['decode_tokens_per_second']:,.0f}"
+            for each in timed
+        )
+        over = row["bits_per_byte"] / rows["dense"]["bits_per_byte"] - 1
+        print(
+            f"| {name} | {row['perplexity']:.2f} | {row['bits_per_byte']:.4f} | {over:+.1%} | "
+            f"{row['bits_per_byte_top_k']:.4f} | {row['routed']:.1%} | {row['flops_per_token'] / 1e6:.1f} | {speeds} |"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DepthgateError as error:
+        sys.exit(f"recover: error: {error}")

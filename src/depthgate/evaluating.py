@@ -1,0 +1,91 @@
+"""`depthgate eval`: a model of ours or of transformers, dense or converted, on a text or on tasks of lm-eval."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgate.bench.measure import count_flops
+from depthgate.config import EvalConfig
+from depthgate.errors import InvalidValueError
+from depthgate.loading import load
+from depthgate.train.batches import validation_rows
+from depthgate.train.evaluate import Measured, documents_of, measure
+from depthgate.train.loop import resolve_device
+from depthgate.train.shards import Documents
+
+_COUNTED = 8  # windows whose FLOPs are counted
+_SEQ = 1024
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """The figures of one model on one text."""
+    assert config.data is not None
+    model: Any = open_model(config)
+    documents = documents_of(config, model)
+    figures = measure(model, documents, config.batch, config.tokens)
+    return {"model": config.model, "data": config.data, **figures, "flops_per_token": flops_per_token(model, documents)}
+
+
+def open_model(config: EvalConfig) -> Measured:
+    """The model that a folder holds, whoever wrote it."""
+    from depthgate.hf import language
+    from depthgate.hf.source import load as load_model
+
+    folder, device = Path(config.model), resolve_device(config.device)
+    if not language.is_model(folder):
+        if config.seq is not None or config.dtype != "auto":
+            raise InvalidValueError(
+                f"{folder} is no Hugging Face model, and only these take --seq and --dtype: leave out"
+            )
+        return load(folder).to(device)
+    if config.data == "heldout":
+        raise InvalidValueError(f"data is 'heldout', but {folder} is a Hugging Face model: name a text")
+    model = load_model(folder)
+    tokenizer = language.tokenizer_of(folder)
+    seq = min(_SEQ, model.config.max_position_embeddings) if config.seq is None else config.seq
+    found = language.Language(model, tokenizer, seq)
+    language.cast(model, language.compute_dtype(config.dtype, device, model)).to(device)
+    return found
+
+
+@torch.no_grad()
+def flops_per_token(model: Measured, documents: Documents) -> float:
+    """Forward FLOPs a token, head included, as counted while the model read a few windows, each as one document, and
+    decided causally."""
+    flops = tokens = 0
+    for rows in validation_rows(documents, model.context, 1, _COUNTED * model.context):
+        ids, wanted = rows.tokens[:, rows.pos[0] >= 0], rows.targets[:, rows.pos[0] >= 0]
+        pos = torch.arange(ids.shape[1], device=model.device)[None]
+        given = (ids.to(model.device), wanted.to(model.device), pos, torch.zeros_like(pos))
+        flops += count_flops(lambda given=given: model.loss(*given, causal=True))  # type: ignore[misc]
+        tokens += ids.numel()
+    return flops / tokens
+
+
+def run(config: EvalConfig, as_json: bool) -> None:
+    """Print the figures."""
+    if config.tasks is not None:
+        from depthgate.hf import tasks
+
+        tasks.run(config, as_json)
+        return
+    figures = evaluate(config)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{config.model} on {config.data}: {figures['tokens']:,} tokens")
+    for name in ("decision", "nats/token", "bits/byte"):
+        table.add_column(name, justify="left" if name == "decision" else "right")
+    table.add_row("causal", f"{figures['nats_per_token']:.4f}", f"{figures['bits_per_byte']:.4f}")
+    table.add_row("top k", f"{figures['nats_per_token_top_k']:.4f}", f"{figures['bits_per_byte_top_k']:.4f}")
+    console = Console()
+    console.print(table)
+    console.print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
+    for name in ("routed_share", "agreement", "expert_share"):
+        if figures[name]:
+            console.print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{v:.3f}' for v in figures[name])}")

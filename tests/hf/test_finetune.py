@@ -1,0 +1,210 @@
+"""`depthgate finetune`: what is trained, that it recovers, and that it goes on exactly where it stopped."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import depthgate as dg
+from depthgate.cli import main
+from depthgate.hf.calibrate import calibrate, is_neutral
+from depthgate.hf.language import Language, tokenizer_of
+from depthgate.train.batches import Packed
+from depthgate.train.shards import everything, tokenize
+from tests.hf.words import save_model, write_text
+from tests.hf.zoo import tokens
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_model(tmp_path / "model", capacity=0.5, rule="threshold", gate="straight_through")
+    write_text(tmp_path / "text")
+    return tmp_path
+
+
+def finetune(home, out="out", *options, model="model", data="text"):
+    names = ["--model", str(home / model), "--data", str(home / data), "--out", str(home / out)]
+    fixed = ["--batch", "4", "--seq", "48", "--lr", "0.003", "--workers", "0", "--device", "cpu", "--warmup", "2"]
+    return main(["finetune", *names, *fixed, *options])
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_recovers_what_routing_lost_and_leaves_the_model_alone(home, capsys):
+    before = {path.name: path.read_bytes() for path in (home / "model").iterdir()}
+    assert finetune(home, "out", "--steps", "48", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert {path.name: path.read_bytes() for path in (home / "model").iterdir()} == before
+    found = rows(home / "out")
+    assert printed == found[-1]
+    assert [row["step"] for row in found] == list(range(1, 49))
+    assert [row["capacity"] for row in found[:2]] == [1.0, 1.0]
+    assert [row["capacity"] for row in found[24:]] == [0.5] * 24  # from 1 to the model's over half the steps
+    assert found[0]["loss"] < 1e-6  # at capacity 1 the student is its teacher
+    assert found[-1]["loss"] < 0.7 * max(row["loss"] for row in found)
+    assert found[-1]["flops"] > 0
+    model = AutoModelForCausalLM.from_pretrained(home / "out")
+    assert model.config.depthgate["capacity"] == 0.5
+    assert all(0.3 < layer.depth_router.capacity < 0.7 for layer in dg.hf.routed_layers(model))
+    assert (home / "out" / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+
+
+@pytest.mark.parametrize("train", ["full", "router", "lora"])
+def test_what_is_asked_for_is_trained(home, train):
+    if train == "lora":
+        pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
+    assert finetune(home, "out", "--steps", "3", "--train", train, "--capacity_share", "0") == 0
+    old, new = weights(home / "model"), weights(home / "out")
+    assert old.keys() == new.keys()  # LoRA is merged
+    changed = {name for name in old if not torch.equal(old[name], new[name])}
+    routers = {name for name in old if "depth_router" in name}
+    assert routers <= changed
+    linear = {name for name in old if "proj" in name and name not in routers}
+    assert changed - routers == {"full": set(old) - routers, "router": set(), "lora": linear}[train]
+
+
+@pytest.mark.parametrize("train", ["full", "lora"])
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(home, train):
+    if train == "lora":
+        pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
+    options = ("--train", train, "--schedule_steps", "6", "--accumulate", "2")
+    assert finetune(home, "whole", *options, "--steps", "6") == 0
+    assert finetune(home, "parts", *options, "--steps", "3") == 0
+    assert finetune(home, "parts", *options, "--steps", "6", "--resume") == 0
+    whole, parts = weights(home / "whole"), weights(home / "parts")
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    timeless = [
+        {k: v for k, v in row.items() if "second" not in k and k != "utilisation"} for row in rows(home / "whole")
+    ]
+    for row, twin in zip(rows(home / "parts"), timeless, strict=True):
+        assert {key: row[key] for key in twin} == twin
+
+
+def test_an_interrupted_run_saves_a_model_and_goes_on(home, capsys):
+    def interrupt():
+        metrics = home / "out" / "metrics.jsonl"
+        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watcher = threading.Thread(target=interrupt, daemon=True)
+    watcher.start()
+    assert finetune(home, "out", "--steps", "400") == 130
+    watcher.join()
+    assert "go on with --resume" in capsys.readouterr().err
+    done = len(rows(home / "out"))
+    AutoModelForCausalLM.from_pretrained(home / "out")
+    assert (
+        finetune(home, "out", "--steps", str(done + 2), "--schedule_steps", "400", "--resume") == 2
+    )  # another schedule
+    assert "schedule_steps" in capsys.readouterr().err
+
+
+def test_gradients_of_checkpointed_layers_are_the_same(home):
+    assert finetune(home, "plain", "--steps", "2", "--capacity_share", "0") == 0
+    assert finetune(home, "again", "--steps", "2", "--capacity_share", "0", "--checkpointing", "true") == 0
+    for row, twin in zip(rows(home / "plain"), rows(home / "again"), strict=True):
+        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-6)
+        assert row["gradient_norm"] == pytest.approx(twin["gradient_norm"], rel=1e-5)
+
+
+def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(home, tmp_path):
+    folder = home / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    language = Language(model, tokenizer_of(folder), 48)
+    packed = Packed(everything(tokenize(str(home / "text"), language.tokenizer, tmp_path)), 48)
+    batch = packed.rows(range(16))
+    assert is_neutral(language)
+    seen = []
+    for layer in language.routed:
+        layer.register_forward_hook(
+            lambda _, args, out: seen.append((out - args[0]).norm(dim=-1) / args[0].norm(dim=-1))
+        )
+    calibrate(language, batch, 0.5)
+    assert not is_neutral(language)
+    changes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]
+    model.eval()
+    with torch.no_grad(), language.plans() as plans:
+        language.hidden(batch.tokens, batch.pos, causal=True)
+    first = batch.pos == 0
+    chosen, change = plans[0].chosen[..., 0], changes[0]  # of the first routed layer, whose tokens are as they were
+    assert chosen.float().mean().item() == pytest.approx(0.5, abs=0.01)
+    assert chosen[first].all()
+    assert change[chosen & ~first].mean() > change[~chosen].mean()
+
+
+def test_documents_begin_as_the_tokenizer_begins_them(home):
+    assert tokenizer_of(home / "model").encode("w7 w8") == [1, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--data", "nowhere"], "'nowhere' does not exist"),
+        (["--seq", "500"], "room for 128 tokens"),
+        (["--out", "model"], "which stays as it is"),
+        (["--model", "dense"], "no routed layers"),
+        (["--teacher", "wide"], "they must have one vocabulary"),
+        (["--loss", "text", "--teacher", "dense"], "needs no teacher"),
+        (["--loss", "guess"], "loss is 'guess'"),
+        (["--capacity", "2"], "capacity is 2"),
+        (["--lr", "-1"], "lr is -1"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_left(home, capsys, monkeypatch, options, why):
+    monkeypatch.chdir(home)
+    save_model(home / "dense")
+    if "wide" in options:
+        model = AutoModelForCausalLM.from_pretrained(home / "dense")
+        model.resize_token_embeddings(100)
+        model.save_pretrained(home / "wide")
+    before = {path: path.stat().st_mtime_ns for path in (home / "model").iterdir()}
+    assert finetune(home, "out", "--steps", "2", *options) == 2
+    assert re.search(re.escape(why), capsys.readouterr().err)
+    assert {path: path.stat().st_mtime_ns for path in (home / "model").iterdir()} == before
+    assert not [path for path in (home / "out").glob("*") if not path.name.startswith(".")]
+
+
+def test_without_peft_lora_says_what_to_install(home, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert finetune(home, "out", "--steps", "1", "--train", "lora") == 2
+    assert "pip install 'depthgate[finetune]'" in capsys.readouterr().err
+
+
+def test_steps_without_a_finite_loss_change_nothing_and_end_the_run(home, capsys):
+    held = load_file(home / "model" / "model.safetensors")
+    held["model.layers.1.mlp.up_proj.weight"].fill_(torch.nan)
+    from safetensors.torch import save_file
+
+    save_file(held, home / "model" / "model.safetensors", {"format": "pt"})
+    assert finetune(home, "out", "--steps", "9", "--most_bad_steps", "3", "--calibrate", "0") == 2
+    assert "3th bad step" in capsys.readouterr().err
+    assert [row["loss"] for row in rows(home / "out")] == [None, None]
+    assert not (home / "out" / "config.json").exists()
+
+
+def test_eval_mode_of_the_saved_model_is_causal(home):
+    assert finetune(home, "out", "--steps", "4") == 0
+    model = AutoModelForCausalLM.from_pretrained(home / "out").eval()
+    ids = tokens(2, 12)
+    with torch.no_grad():
+        whole = model(ids).logits
+        torch.testing.assert_close(model(ids[:, :7]).logits, whole[:, :7], atol=1e-4, rtol=1e-4)
