@@ -225,6 +225,13 @@ def _settle_vocab(options: Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
+    code = _guarded(argv)
+    if argv is None and code == 130:  # a second Ctrl-C would only disturb the end of the process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return code
+
+
+def _guarded(argv: Sequence[str] | None) -> int:
     with guarded():
         try:
             return _run(sys.argv[1:] if argv is None else argv)

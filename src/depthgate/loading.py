@@ -87,7 +87,7 @@ def _newest(folder: Path) -> tuple[checkpoint.Checkpoint, Path]:
     except OSError as error:
         raise DepthgateError(f"{folder} cannot be read ({error.strerror}): give the folder of a run") from None
     if alone:
-        return checkpoint.read_folder(folder, ["model"]), folder.parent
+        return checkpoint.read_folder(folder, ["model"]), folder.absolute().parent
     return checkpoint.load(folder, ["model"]), folder
 
 

@@ -5,9 +5,12 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
+import depthgate as dg
 from depthgate.cli import main
 from tests.train.tiny import train, write_data
 
@@ -54,15 +57,24 @@ def test_json_is_one_object_and_agrees_with_the_text(model, capsys):
     assert all(result["text"] in both for result in report["results"])
 
 
-def test_depth_shows_the_same_text_and_a_legend(model, capsys):
-    words = ["--model", model, "--prompt", "the", "--max-new-tokens", "8", "--seed", "1"]
+@pytest.mark.parametrize("more", [["--temperature", "0"], ["--beams", "3"], ["--temperature=0", "--max-new-tokens=1"]])
+def test_depth_colours_every_token_by_the_layers_it_went_through(model, capsys, monkeypatch, more):
+    words = ["--model", model, "--prompt", "the", "--max-new-tokens", "8", *more]
     plain = said(capsys, *words)[1]
-    coloured = said(capsys, *words, "--depth")[1]
-    assert coloured.startswith(plain)
-    assert coloured.splitlines()[-1].split() == ["layers:", "1", "2"]
+    assert plain.isascii()  # each character is a token
+    text, _, legend = said(capsys, *words, "--depth")[1].rpartition("\nlayers:")
+    colours = dict(re.findall(r"\x1b\[(\d+)m(\d)\x1b\[0m", legend))
+    assert sorted(colours.values()) == ["1", "2"]
+    shown = [(colours[n], char) for n, part in re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", text, re.S) for char in part]
+    assert "".join(char for _, char in shown) + "\n" == plain
+    tokens = torch.tensor([list(b"the" + plain[:-1].encode())])
+    (plan,) = dg.load(model)(tokens, causal=True).plans
+    assert [int(depth) for depth, _ in shown] == (1 + plan.chosen[0, 3:, 0].long()).tolist()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert said(capsys, *words, "--depth")[1] == plain + "layers: 1 2\n"
 
 
-def test_several_prompts_are_shown_in_their_order(model, capsys, monkeypatch):
+def test_several_prompts_are_shown_in_their_order(model, capsys):
     """Whichever finishes first; with --depth coloured as one is, and a single legend at the end."""
     prompts = ["the", "a lazy dog and then it slee", "fox"]  # the second leaves room for 5 tokens
     words = ["--model", model, *(f"--prompt={prompt}" for prompt in prompts), "--max-new-tokens", "12", "--seed", "3"]
@@ -70,8 +82,6 @@ def test_several_prompts_are_shown_in_their_order(model, capsys, monkeypatch):
     assert [len(result["tokens"]) for result in results] == [12, 5, 12]
     parts = [f"--- {result['prompt']!r}\n{result['text']}\n" for result in results]
     assert said(capsys, *words)[1] == "".join(parts)
-    assert said(capsys, *words, "--depth")[1] == "".join(parts) + "layers: 1 2\n"
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     coloured = said(capsys, *words, "--depth")[1]
     for prompt, result in zip(prompts, results, strict=True):
         alone = said(capsys, *words[:2], "--prompt", prompt, *words[5:], "--depth")[1].rpartition("layers:")[0]
@@ -90,6 +100,36 @@ def test_a_conversation_goes_on_from_all_that_was_said(model, capsys):
     first = json.loads(said(capsys, *words, "fox\n")[1])["results"][0]
     second = json.loads(said(capsys, *words, "fox\n" + first["text"] + "dog\n")[1])["results"][0]
     assert done.stdout == first["text"] + "\n" + second["text"] + "\n"
+
+
+def test_a_conversation_that_is_full_starts_anew(model):
+    command = [
+        sys.executable,
+        "-m",
+        "depthgate",
+        "generate",
+        "--model",
+        model,
+        "--max-new-tokens",
+        "9",
+        "--temperature",
+        "0",
+    ]
+    lines = "a lazy dog\nand a fox\nfox\n"  # 11 + 9 + 10 + 2, which is the context
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
+    alone = subprocess.run(command, input="fox\n", capture_output=True, text=True, check=True)
+    assert "32 tokens were said, and more have no room: starting anew" in done.stderr
+    assert done.stdout.endswith("\n" + alone.stdout)
+
+
+def test_no_input_ends_a_conversation(model):
+    command = [sys.executable, "-m", "depthgate", "generate", "--model", model]
+    assert subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True).returncode == 0
+
+
+def test_a_checkpoint_is_loaded_from_within(model, monkeypatch):
+    monkeypatch.chdir(Path(model) / "step-6")
+    assert torch.equal(dg.load(".").embed.weight, dg.load(model).embed.weight)
 
 
 def test_a_prompt_is_taken_as_it_is(model, capsys):

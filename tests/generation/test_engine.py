@@ -123,6 +123,21 @@ def test_rows_that_end_leave_the_batch_and_the_others_do_not_notice():
         assert results[i].text == model.tokenizer.decode(results[i].tokens)
 
 
+def test_a_long_row_that_leaves_gives_its_memory_back():
+    model = built(vocab=257)
+    forward = Forward(model, 2, True, 512)
+    texts = [torch.randint(257, (n,)).tolist() for n in (40, 3)]
+    with torch.inference_mode():
+        forward(texts, [40, 3])
+        before = forward.cache.nbytes
+        forward.select([1])
+        alone = Forward(model, 1, True, 512)
+        alone(texts[1:], [3])
+        for each in (forward, alone):
+            each([[*texts[1], 7]], [1])
+    assert forward.cache.nbytes <= alone.cache.nbytes < before / 4
+
+
 def test_stop_strings_end_the_text():
     model = built(vocab=257)
     model.tokenizer = ByteTokenizer()

@@ -1,18 +1,20 @@
 """`depthgate generate`: text as it comes, one JSON object, or a conversation."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Generator
 from contextlib import closing
 from io import TextIOWrapper
 
-from rich.console import Console
+import torch
 
 from depthgate.errors import DepthgateError
 from depthgate.generation.config import GenerateConfig
-from depthgate.generation.engine import Event, Forward, decode
+from depthgate.generation.engine import Event, Forward, decode, journey
 from depthgate.generation.requests import Generation, requests
+from depthgate.generation.text import TextStream
 from depthgate.loading import LoadedDecoder, load
 from depthgate.train.loop import resolve_device
 
@@ -32,7 +34,7 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     start = time.perf_counter()
     code = 0
     try:
-        _follow(_events(model, todo, config, forward), None if as_json else _Screen(todo, model, config.depth))
+        _follow(_events(model, todo, config, forward), None if as_json else _Screen(todo, model, config))
     except KeyboardInterrupt:  # what there is so far is shown
         code = 130
     if as_json:
@@ -97,11 +99,13 @@ def _follow(events: Generator[Event], screen: "_Screen | None") -> None:
 class _Screen:
     """Text in the order of the prompts: that of the first unfinished one as it comes, that of the others when those
     before them have finished. With `depth`, each piece in the colour of how many layers its token went through. That
-    is known when the token after it is there, so what is shown is one token behind."""
+    is known when the token after it is there, so what is shown is one token behind, and the last one is computed once
+    more."""
 
-    def __init__(self, todo: list[Generation], model: LoadedDecoder, depth: bool) -> None:
-        self.todo, self.model, self.depth = todo, model, depth
-        self.colours = depth and Console(file=sys.stdout).is_terminal
+    def __init__(self, todo: list[Generation], model: LoadedDecoder, config: GenerateConfig) -> None:
+        self.todo, self.model, self.depth, self.beams = todo, model, config.depth, config.beams
+        self.stop = config.stop or []
+        self.colours = config.depth and "NO_COLOR" not in os.environ  # asked for, so also where nobody is at a terminal
         self.now = 0  # the prompt whose text is shown
         self.finished = [False] * len(todo)
         self.known = [0] * len(todo)  # characters of each text that events have brought
@@ -131,10 +135,24 @@ class _Screen:
     def _next(self) -> None:
         """Show the rest of a text, and go on to the next one."""
         n = self.now
-        self.ready[n] += self.held[n] + self.todo[n].text[self.known[n] :] + "\n"
+        rest = self.held[n] + self.todo[n].text[self.known[n] :]
+        if self.colours and self.todo[n].tokens:
+            depths = _depths(self.todo[n], self.model)
+            rest = self._all_coloured(n, depths) if self.beams > 1 else _coloured(rest, depths[-1], self.model)
+        self.ready[n] += rest + "\n"
         self._write()
         self.now += 1
         self._write()
+
+    def _all_coloured(self, n: int, depths: list[int]) -> str:
+        """A text that came as a whole, token by token."""
+        result, pieces = self.todo[n], TextStream(self.model.tokenizer, self.stop)
+        said = [
+            (pieces.push(token) if token != self.model.tokenizer.end else "", depth)
+            for token, depth in zip(result.tokens, depths[-len(result.tokens) :], strict=True)
+        ]
+        said.append((pieces.finish(), depths[-1]))
+        return "".join(_coloured(text, depth, self.model) for text, depth in said if text)
 
     def _write(self) -> None:
         if self.now < len(self.todo):
@@ -152,6 +170,14 @@ def _least(model: LoadedDecoder) -> int:
     return model.config.layers - len(model.config.routed)
 
 
+@torch.inference_mode()
+def _depths(result: Generation, model: LoadedDecoder) -> list[int]:
+    """How many layers each token of prompt and text goes through, the last one included."""
+    ids = result.prompt_tokens + result.tokens
+    _, went = Forward(model, 1, False, len(ids))([ids], [len(ids)])
+    return journey(went.cpu()[:, 0], len(ids), model)[0]
+
+
 def _coloured(text: str, depth: int | None, model: LoadedDecoder) -> str:
     span = max(1, model.config.layers - _least(model))
     number = 0 if depth is None else (depth - _least(model)) * (len(_COLOURS) - 1) // span
@@ -163,19 +189,26 @@ def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
     forward = Forward(model, 1, not config.no_cache, config.chunk)
     ids: list[int] = []
     computed = drawn = 0
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     print("Type a text to go on from; an empty line or Ctrl-D ends.", file=sys.stderr)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
+        line = "" if sys.stdin is None else sys.stdin.readline()
         if not line.strip():
             return 0
         try:
-            todo = requests(model, [ids + model.tokenizer.encode(line)], model.tokenizer)
+            new = model.tokenizer.encode(line)
+            if ids and len(ids) + len(new) >= model.config.context:
+                print(f"depthgate: {len(ids)} tokens were said, and more have no room: starting anew", file=sys.stderr)
+                ids, computed = [], 0
+                forward.restart(1)
+            todo = requests(model, [ids + new], model.tokenizer)
         except DepthgateError as error:
             print(f"depthgate: {error}", file=sys.stderr)
             continue
         try:
-            _follow(_events(model, todo, config, forward, computed, drawn), _Screen(todo, model, config.depth))
+            _follow(_events(model, todo, config, forward, computed, drawn), _Screen(todo, model, config))
         except KeyboardInterrupt:
             print(file=sys.stderr)
         said = todo[0].tokens

@@ -73,7 +73,10 @@ class Forward:
     def select(self, rows: list[int]) -> None:
         """Go on with these rows."""
         if self.cache is not None:
+            fewer = len(rows) < self.cache.rows
             self.cache.select(torch.tensor(rows, dtype=torch.long, device=self.device))
+            if fewer:  # whoever left may have been the longest
+                self.cache.trim()
 
 
 def _entered(plans: Plans, x: Tensor) -> Tensor:
