@@ -156,6 +156,12 @@ def test_rates_by_hand():
     assert rates.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 2.0}) == pytest.approx(2e-3)
     assert rates.best_rate({1e-3: 1.0, 2e-3: 2.0, 4e-3: 3.0}) == 1e-3
     assert 2e-3 < rates.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}) < 4e-3
+    assert rates.further({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}, [1e-3, 2e-3, 4e-3]) == []
+    assert rates.further({1e-3: 1.0, 2e-3: 2.0}, [1e-3, 2e-3]) == [5e-4]
+    assert rates.further({1e-3: 2.0, 2e-3: 1.0}, [2e-3, 4e-3]) == [4e-3]  # which failed, and is not tried for ever:
+    assert rates.further({1e-3: 2.0, 2e-3: 1.0}, [4e-3]) == []
+    assert rates.further({}, [1e-3]) == []
+    assert rates.further({2.0**i: -float(i) for i in range(9)}, [256.0]) == []
     scale, power = rates.fit([(64, 4e-3), (256, 1e-3)])
     assert (scale, power) == (pytest.approx(2e-3), pytest.approx(-1.0))
     found = rates.Rates({"mod": (2e-3, -1.0)})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from depthgate.config import DemoConfig
+from depthgate.demo.config import DemoConfig
 from depthgate.demo.report import report_page
 from depthgate.demo.results import Result
 from depthgate.presets import train_config

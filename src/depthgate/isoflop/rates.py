@@ -7,6 +7,7 @@ from dataclasses import dataclass
 # lr = scale * (width / 128) ** power, by kind of variant: see docs/log.md for the sweep that these were fitted on.
 FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (4e-3, -0.75)}
 TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rule, in a sweep
+_MOST = 9
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ def best_rate(losses: Mapping[float, float]) -> float:
     left, right = (y1 - y0) / (x1 - x0), (y2 - y1) / (x2 - x1)
     bend = (right - left) / (x2 - x0)
     return best if bend <= 0 else math.exp((x0 + x1) / 2 - left / (2 * bend))
+
+
+def further(losses: Mapping[float, float], tried: Sequence[float]) -> list[float]:
+    """A rate beyond the best one, where that is the lowest or highest of those that came to an end, and of those that
+    were tried last; none where it is not, or where _MOST have been tried."""
+    best = min(losses, key=lambda rate: losses[rate], default=None)
+    if best is None or best not in tried or len(losses) >= _MOST:
+        return []
+    return [best / 2] if best == min(losses) else [best * 2] if best == max(losses) else []
 
 
 def fit(best: Sequence[tuple[int, float]]) -> tuple[float, float]:

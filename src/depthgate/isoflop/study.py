@@ -209,9 +209,13 @@ class Study:
             shapes = [c.training.model for c in self.cells if (c.budget, c.variant, c.seed) == (budget, name, 0)]
             best = []
             for shape in (shapes[0], shapes[-1]):
-                lrs = [float(f"{times * self.grid.rates.of(name, shape.dim):.3g}") for times in rates.TRIED]
-                cells = [self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs]
-                losses = {row["lr"]: row["loss_causal"] for row in self._run(cells)}
+                usual, losses = self.grid.rates.of(name, shape.dim), dict[float, float]()
+                tried = [usual * times for times in rates.TRIED]
+                while tried:
+                    lrs = [float(f"{lr:.3g}") for lr in tried]
+                    cells = [self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs]
+                    losses |= {row["lr"]: row["loss_causal"] for row in self._run(cells)}
+                    tried = rates.further(losses, lrs)
                 if not losses:
                     raise DepthgateError(f"no learning rate of {name} came to an end: see {self.out / SWEEP}")
                 best.append((shape.dim, rates.best_rate(losses)))
