@@ -19,7 +19,10 @@ from depthgate.train import checkpoint, files
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"
 # What may differ when a run goes on: how long, where and how it is computed, not what.
-_FREE = ("steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps")
+_FREE = (
+    *("steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps"),
+    "data",  # where it is: what is in it is known by its fingerprint
+)
 
 
 def cache() -> Path:
