@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from depthgate.cli import main
-from depthgate.flops import training_flops
+from depthgate.flops import forward_flops, training_flops
 from depthgate.isoflop.cell import beside
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Grid
@@ -91,6 +93,9 @@ def test_the_rows_are_those_of_the_grid(home, finished):
         assert row["flops_per_token"] == pytest.approx(training_flops(cell.training.model))
         metrics = (cell.folder / "metrics.jsonl").read_text().splitlines()
         assert len(metrics) == row["steps"]
+        model = cell.training.model
+        taken = replace(model, capacity=fmean(row["routed_share"]) or 1e-6) if model.routed else model
+        assert row["forward_flops_per_token"] == pytest.approx(forward_flops(taken))
 
 
 def test_running_it_again_trains_nothing(home, finished, capfd):

@@ -9,12 +9,14 @@ import signal
 import threading
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor
 
+from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError
 from depthgate.flops import forward_flops
 from depthgate.isoflop.grid import Cell, described
@@ -88,13 +90,19 @@ def _trained(cell: Cell, measured: int) -> dict[str, Any]:
         "train_loss": last["loss"],
         "flops": last["flops"],
         "passes": cell.tokens / len(shards.train),
-        "forward_flops_per_token": forward_flops(model.config),
+        "forward_flops_per_token": _forward(model.config, figures["routed_share"]),
         "seconds": last["seconds"],
         "routed_share": figures["routed_share"],
         "agreement": figures["agreement"],
         "measured_tokens": figures["tokens"],
         "device": training.device,
     }
+
+
+def _forward(config: ModelConfig, shares: list[float]) -> float:
+    """FLOPs a token of a causal forward pass: routed layers take what they took of the held-out text, on average."""
+    taken = max(1e-6, sum(shares) / len(shares)) if shares else config.capacity
+    return forward_flops(replace(config, capacity=taken))
 
 
 def _forget() -> None:

@@ -123,7 +123,7 @@ def curve(rows: Sequence[Row]) -> Curve:
     """The curve of one variant at one budget, from the rows of its cells; the loss is the causal one."""
     rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
     points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
-    costs = sorted({(float(row["params"]), float(row["forward_flops_per_token"])) for row in rows})
+    costs = means([(float(row["params"]), float(row["forward_flops_per_token"])) for row in rows])  # seeds route alike
     near = _near(points)
     best = parabola(near) if len(costs) >= 3 else None
     why = _open(points, best)
@@ -134,7 +134,7 @@ def curve(rows: Sequence[Row]) -> Curve:
 
 
 def means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The mean loss of each size."""
+    """The mean loss (or whatever comes second) of each size."""
     sizes = sorted({params for params, _ in points})
     losses = {size: [loss for params, loss in points if params == size] for size in sizes}
     return [(size, sum(losses[size]) / len(losses[size])) for size in sizes]
