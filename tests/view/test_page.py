@@ -103,6 +103,26 @@ def test_bars_by_hand() -> None:
     charts.bar_chart("t", "d", {}, "share")  # nothing to draw is not an error
 
 
+def test_what_is_never_below_zero_has_an_axis_from_zero() -> None:
+    for values in ([0.0, 0.0], [0.2, 0.2], [0.0], [7.0, 7.0]):
+        assert charts.linear_ticks(values)[0] >= 0
+    chart = charts.bar_chart("t", "d", {"1": 0.0, "2": 0.0}, "share")
+    assert re.findall(r'<rect class="bar"[^>]*height="([\d.]+)"', chart) == ["0.0", "0.0"]
+    assert 'text-anchor="end">-' not in chart
+    below = charts.bar_chart("t", "d", {"1": -1.0, "2": 1.0, "3": float("nan")}, "share", even=0.5)
+    assert below.count('class="bar"') == 2  # what is no number has no bar
+
+
+@pytest.mark.parametrize("values", [[2.5, 2.5000000000000004], [1e20, 1e20], [-1e99, 1e99], [1e-15, 3e-15], [1e308]])
+def test_any_numbers_can_be_drawn(values) -> None:
+    points = [(float(i), y) for i, y in enumerate(values)]
+    chart = charts.line_chart("t", "d", {"a": [*points, (9.0, 1e308), (10.0, -1e308)]}, "x", "y")
+    assert "nan" not in chart
+    assert "inf" not in chart
+    for tick in charts.linear_ticks([y for y in values if abs(y) < 1e100]):
+        assert abs(tick) < 1e101
+
+
 def test_long_numbers_find_room() -> None:
     chart = charts.line_chart("t", "d", {"a": [(0.0, 0.12495), (1.0, 0.125)]}, "x", "y")
     longest = max(len(tick) for tick in re.findall(r'text-anchor="end">([\d.]+)<', chart))

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -93,6 +95,46 @@ def test_lines_that_are_no_rows_are_left_out_and_counted(copy):
     assert "7 of the lines of metrics.jsonl cannot be read, and are left out: 5, 6, 7, 8, 9, ..." in found.notes
     assert any("config.json cannot be read" in note for note in found.notes)
     assert "unknown" in runs_page([found])
+
+
+def test_odd_numbers_do_no_harm(copy, tmp_path, capfd):
+    row = json.loads((copy / "metrics.jsonl").read_text().splitlines()[0]) | {"tokens": 512.0}
+    losses = [2.5, 2.5000000000000004, 1e308, -1e308, 2.5]
+    lines = [json.dumps(row | {"step": n, "loss": loss}) for n, loss in enumerate(losses, 1)]
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    config = json.loads((copy / "config.json").read_text()) | {"steps": "sixty"}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert view(copy, "--out", tmp_path / "page.html", "--terminal", "--png", tmp_path / "a.png") == 0
+    capfd.readouterr()
+    assert view(copy, "--out", tmp_path / "page.html", "--json") == 0
+    told = json.loads(capfd.readouterr().out)["runs"][0]
+    assert (told["step"], told["tokens"], told["loss"], told["steps_asked"]) == (5, 512, 2.5, None)
+    assert told["notes"] == [
+        "2 of the lines of metrics.jsonl cannot be read, and are left out: 3, 4",
+        "config.json does not say in a whole number how many steps were asked for",
+    ]
+    assert "left out: 3, 4" in (tmp_path / "page.html").read_text()
+
+
+def test_links_are_written_through_and_devices_are_left_alone(run, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.html").symlink_to("folder/page.html")
+    os.mkfifo("pipe")
+    for _ in range(2):  # where the file is not there yet, and where it is
+        assert view(run, "--out", "link.html") == 0
+        assert (tmp_path / "link.html").is_symlink()
+        assert (tmp_path / "folder/page.html").read_text().startswith("<!doctype html>")
+    (tmp_path / "zero").symlink_to("/dev/null")
+    for odd in ("pipe", "/dev/null", "zero", "/dev/stdout", "/proc/self/fd/1"):
+        for option in ("--out", "--png", "--svg"):
+            assert view(run, option, odd) == 2
+            assert f"out is {odd}: it is no regular file" in capfd.readouterr().err
+    assert view(run, "--png", "a", "--svg", "./a") == 2
+    assert "two outputs have one name" in capfd.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/null").is_char_device()
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "link.html", "pipe", "zero"}
 
 
 def test_a_run_without_a_step_has_a_page(copy, tmp_path):

@@ -10,14 +10,14 @@ from depthgate.showing.readers import Reader, losses, read_ids, reader
 from depthgate.train.loop import resolve_device
 from depthgate.view.config import ViewConfig
 from depthgate.view.experts import ExpertLayer, expert_layers, joined_experts
-from depthgate.view.output import check_out, write
+from depthgate.view.output import check_outs, write
 from depthgate.view.routes import Routes, joined, routes
 from depthgate.view.routes_page import routes_page
 
 
 def show(config: ViewConfig, as_json: bool) -> None:
     """Write what is asked for; print its path, or what it says of each layer as JSON."""
-    outs = [check_out(Path(out)) for out in (config.page, config.png, config.svg) if out is not None]
+    outs = check_outs((config.page, config.png, config.svg))
     model = reader(str(config.model), resolve_device(config.device))
     ids = read_ids(model, config.text, config.prompt, config.tokens)
     found, experts = read(model, ids)

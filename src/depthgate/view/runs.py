@@ -13,6 +13,7 @@ from depthgate.errors import DepthgateError
 METRICS, CONFIG = "metrics.jsonl", "config.json"
 AXES = ("step", "tokens", "flops", "seconds")
 LAST = 20  # steps that the loss at the end is the mean of
+_MOST = 1e100  # sums of larger numbers overflow
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
@@ -108,17 +109,17 @@ def _row(line: bytes) -> Row | None:
         row: Row = {axis: _number(found[axis]) for axis in AXES}
         row |= {name: _number(found.get(name), missing=True) for name in ("loss", "lr", "tokens_per_second")}
         row["routed_share"] = [_number(share) for share in found.get("routed_share", [])]
-        row["step"] = int(row["step"])
+        row |= {"step": int(row["step"]), "tokens": int(row["tokens"])}
         return {**row, "resumed": found.get("resumed") is True}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 
 def _number(value: Any, missing: bool = False) -> Any:
-    """A finite number, or None where that may be `missing`."""
+    """A number that one can reckon with, or None where that may be `missing`."""
     if value is None and missing:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST:
         raise ValueError(value)
     return value
 
@@ -127,6 +128,9 @@ def _asked(path: Path, notes: list[str]) -> Row:
     try:
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and isinstance(found.get("model", {}), dict):
+            if type(steps := found.pop("steps", None)) is int:
+                return {**found, "steps": steps}
+            notes.append(f"{path.name} does not say in a whole number how many steps were asked for")
             return found
     except (OSError, ValueError, RecursionError):
         pass
