@@ -25,7 +25,11 @@ def page_data(page: Path, name: str = "routes"):
     """The plain data that a page hands to its script."""
     found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.S)
     assert found is not None
-    return json.loads(found[1])
+    data = json.loads(found[1])
+    for key in ("scores", "gates"):  # ten-thousandths there
+        if key in data:
+            data[key] = [[None if x is None else x / 10_000 for x in row] for row in data[key]]
+    return data
 
 
 def large(tokens: int = 4000, layers: int = 8) -> Routes:

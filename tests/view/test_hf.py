@@ -5,12 +5,13 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from depthgate.hf.conversion import routed_layers
+from depthgate.train.tokenizer import BPETokenizer
 from tests.hf.zoo import ROUTED, dense, routed
 from tests.view.pages import page_data, view, view_model
 
@@ -65,6 +66,29 @@ def test_it_works_in_a_browser(browser, folder, tmp_path):
     browser.click('pre [data-t="1"]')
     score = page_data(tmp_path / "page.html")["scores"][0][1]
     assert f"score {score}" in browser.text("#said")
+    browser.assert_alone()
+
+
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+def test_characters_of_several_tokens_are_shown_once(browser, tmp_path, kind):
+    """A byte-level vocabulary, as GPT's and Qwen's, and one that falls back to bytes, as Llama's."""
+    text = "café שלום 😀"
+    if kind == "ByteLevel":
+        made = BPETokenizer.train([], 300).inner
+    else:
+        vocab = {"<unk>": 0} | {f"<0x{n:02X}>": n + 1 for n in range(256)} | {c: 300 + i for i, c in enumerate("▁acf")}
+        made = Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+        made.pre_tokenizer = Metaspace()
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    model = routed("llama")
+    model.resize_token_embeddings(320)
+    model.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "model")
+    assert view_model(tmp_path / "model", tmp_path / "page.html", "--prompt", text) == 0
+    browser.open(tmp_path / "page.html")
+    assert browser.js("document.querySelector('pre').innerText").removeprefix("·") == text.replace(" ", "·")
+    labels = page_data(tmp_path / "page.html")["tokens"]
+    assert {"byte 1 of 2 of é", "byte 2 of 2 of ש", "byte 3 of 4 of 😀"} <= set(labels)
     browser.assert_alone()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from depthgate.view import charts
 from depthgate.view import page as pages
-from depthgate.view.tokens import routed_text, visible
+from depthgate.view.tokens import headings, isolated, pieces, routed_text, short, visible
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -75,6 +75,42 @@ def test_routed_text_by_hand() -> None:
     assert "no routed layer: 1 of 5 tokens" in made
     assert "1 routed layer: 3 of 5 tokens" in made
     assert "2 routed layers: 1 of 5 tokens" in made
+
+
+def test_bytes_of_tokens_make_characters() -> None:
+    """Hand-worked: tokens are cut within characters, as byte-level tokenizers cut them."""
+
+    def cut(*parts: bytes) -> list[str]:
+        return [part.decode(errors="surrogateescape") for part in parts]
+
+    e, smile = "é".encode(), "😀".encode()
+    tokens = cut(b"a" + e[:1], e[1:] + e[:1], e[1:] + b" ", smile[:1], smile[1:3], smile[3:] + b"b")
+    found = pieces(tokens)
+    assert [piece.text for piece in found] == ["a", "é", "é ", "", "", "😀b"]
+    assert "".join(piece.text for piece in found) == "aéé 😀b"
+    assert [piece.label for piece in found] == [
+        "a, byte 1 of 2 of é",
+        "byte 2 of 2 of é, byte 1 of 2 of é",
+        "byte 2 of 2 of é, ·",
+        "byte 1 of 4 of 😀",
+        "bytes 2 to 3 of 4 of 😀",
+        "byte 4 of 4 of 😀, b",
+    ]
+    assert [piece.part for piece in found] == [False, False, False, True, True, False]
+    assert headings(tokens) == ["a", "é", "é·", "▏", "▏", "😀b"]
+    # Bytes that make no character are named: a lone one, a cut one, an overlong one, half a surrogate pair.
+    for bad in (b"\xff", smile[:3], b"\xc0\xaf", b"\xed\xa0\x80"):
+        found = pieces(cut(*(bytes([byte]) for byte in bad), b"z"))
+        assert "".join(piece.label for piece in found) == "".join(f"\\x{byte:02x}" for byte in bad) + "z"
+    assert pieces(["", "\ud800"])[1].label == "\\ud800"
+
+
+def test_names_are_shown_whole_or_cut_in_the_middle() -> None:
+    assert short("a b") == "a b"
+    assert short("\udcff\u202e\n") == "\\xff\\u202e↵"
+    assert short("a" * 50 + "b" * 50) == "a" * 39 + "…" + "b" * 40
+    assert isolated("שלום") == "\u2068שלום\u2069"
+    assert isolated("é") == "é"
 
 
 def test_nothing_stays_invisible() -> None:

@@ -1,6 +1,9 @@
 """Models that read a text, seen in one way: our Decoder, and models of transformers that `depthgate convert` wrote."""
 
 import json
+import re
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +19,7 @@ from depthgate.routing import Plans
 from depthgate.train.batches import windows
 from depthgate.train.evaluate import documents_of
 from depthgate.train.routes import token_text
+from depthgate.train.tokenizer import HFTokenizer
 
 _HF_WINDOW = 1024  # tokens read at once: the logits of a large vocabulary have to fit
 
@@ -33,7 +37,7 @@ class Reader(Protocol):
         """The beginning of the text that the model's run held out."""
 
     def text(self, token: int) -> str:
-        """What a token stands for."""
+        """What a token stands for; bytes that are no text alone are escaped."""
 
     def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
         """Logits and plans of tokens (1, T)."""
@@ -99,11 +103,21 @@ class HFReader:
         )
 
     def text(self, token: int) -> str:
-        piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")
         said: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
         if not said or "\ufffd" in said:  # a part of a character, or a token that is no text
-            return str(piece)
+            if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's names of bytes
+                return bytes.fromhex(byte[1]).decode(errors="surrogateescape")
+            return self._bytes([token]).decode(errors="surrogateescape") or piece
         return f" {said}" if piece.startswith("▁") and not said.startswith(" ") else said
+
+    @cached_property
+    def _bytes(self) -> Callable[[list[int]], bytes]:
+        """What tokens of a byte-level tokenizer stand for, parts of characters included."""
+        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is None:
+            return lambda _: b""
+        copy = type(fast).from_str(fast.to_str())
+        return HFTokenizer(copy, next(iter(copy.get_vocab()))).decode_bytes
 
     def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
         plans: list[Any] = []

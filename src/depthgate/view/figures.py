@@ -1,6 +1,7 @@
 """The same as pictures for papers and notebooks, by matplotlib."""
 
 import io
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from depthgate.view.plans import Grid, Seen
 from depthgate.view.routes import Routes
 from depthgate.view.runs import Run
 from depthgate.view.runs_page import lines, resume_marks, shares, unit
-from depthgate.view.tokens import visible
+from depthgate.view.tokens import headings
 
 # skipped; by the top k alone; by the causal rule alone; by both: the colours of the pages
 _CELLS = ("#eef1f4", "#187a4b", "#b4480f", "#1f5fbf")
@@ -83,7 +84,7 @@ def _draw_map(part: Any, found: Routes) -> None:
     axes.imshow(cells, cmap=ListedColormap(_CELLS), vmin=0, vmax=3, aspect="auto", interpolation="nearest")
     axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.layers)
     if len(found.tokens) <= _NAMED:
-        names = [visible(token) for token in found.tokens]
+        names = headings(found.tokens)
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
     else:
         axes.set_xlabel("token")
@@ -120,7 +121,7 @@ def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
         axes.set(title=f"layer {layer.layer}: how much of each token a slot holds", xlabel="token", ylabel="slot")
         return
     part.suptitle(f"layer {layer.layer}: how much of each patch a slot holds", fontsize=10)
-    high = max(max(row) for row in layer.into)
+    high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
     for number, axes in enumerate(part.subplots(*_slots_shape(layer), squeeze=False).flat):
         axes.set_axis_off()
         if number < len(layer.into):
