@@ -13,7 +13,8 @@ LEFT, TOP, ROW = 44, 22, 22  # of the map
 # Of the signs in the text against what is behind them, as WCAG has it.
 CONTRASTS = """[...document.querySelectorAll('pre .sign')].map((sign) => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
-  const light = (c) => c.slice(0, 3).map((x) => x / 255).map((x) => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4)
+  const light = (c) => c.slice(0, 3).map((x) => x / 255)
+    .map((x) => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4)
     .reduce((sum, x, i) => sum + x * [.2126, .7152, .0722][i], 0);
   const [r, g, b, a = 1] = rgb(getComputedStyle(sign.parentElement).backgroundColor);
   const band = rgb(getComputedStyle(document.querySelector('pre')).backgroundColor);
