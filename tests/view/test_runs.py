@@ -5,32 +5,15 @@ import math
 import os
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from depthgate.errors import DepthgateError
-from depthgate.view.runs import Run, curve, read_runs
+from depthgate.view.runs import curve, read_runs
 from depthgate.view.runs_page import runs_page, unit
 from tests.train.tiny import rows
-from tests.view.pages import view
-
-
-def a_run(name="a", steps=10, **more) -> Run:
-    """A run by hand: the loss of step n is 10 - n."""
-    made = [
-        {
-            "step": n,
-            "tokens": 100 * n,
-            "flops": 1e9 * n,
-            "seconds": 2.0 * n,
-            "loss": 10.0 - n,
-            "routed_share": [0.25, 0.5],
-            "tokens_per_second": 50.0,
-            "resumed": False,
-        }
-        for n in range(1, steps + 1)
-    ]
-    return Run(name, made, **more)
+from tests.view.pages import a_run, view
 
 
 @pytest.fixture
@@ -150,6 +133,39 @@ def test_runs_have_names_that_tell_them_apart(copy, tmp_path):
     assert [run.name for run in found] == ["x/run", "y/run"]
     with pytest.raises(DepthgateError, match="named twice"):
         read_runs([str(copy), str(copy)])
+
+
+def test_a_run_that_has_just_started_can_be_watched(copy):
+    (copy / "metrics.jsonl").unlink()
+    with pytest.raises(DepthgateError, match="has no metrics"):
+        read_runs([str(copy)])
+    assert read_runs([str(copy)], started=True)[0].notes == ["no step is recorded yet"]
+    (copy / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(DepthgateError, match="is no run"):
+        read_runs([str(copy)], started=True)
+
+
+def test_names_of_folders_are_text_everywhere(copy, tmp_path, capfd):
+    """Turned round, with an end of line, beyond XML, beyond UTF-8, and longer than any legend."""
+    odd = ["_אב\u202eb\n", "\x01<b>--&$\\frac", "\udcff", "n" * 200, "n" * 100 + "m" + "n" * 99]
+    for name in odd:
+        shutil.copytree(copy, tmp_path / name)
+    outs = ["--out", tmp_path / "page.html", "--svg", tmp_path / "a.svg", "--png", tmp_path / "\udcfe.png"]
+    assert view(*(tmp_path / name for name in odd), *outs) == 0
+    printed = capfd.readouterr().out
+    assert len(printed.splitlines()) == 3
+    page = (tmp_path / "page.html").read_text()
+    shown = ["\u2068_אב\\u202eb↵\u2069", "␁&lt;b&gt;--&amp;$\\frac", "\\xff", "n" * 39 + "…" + "n" * 40]
+    title = ", ".join([*shown, f"{shown[3]} (5)"])
+    for part in ("<title>depthgate view: {}</title>", "<h1>depthgate view: {}</h1>"):
+        assert part.format(title) in page
+    for name in shown:
+        assert f'<span class="name">{name}</span>' in page
+        assert f"</svg>{name}</li>" in page
+    for absent in ("\u202e", "\x01", "<b>"):
+        assert absent not in page
+    ElementTree.parse(tmp_path / "a.svg")  # well-formed
+    assert (tmp_path / "\udcfe.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def show(config: ViewConfig, as_json: bool) -> None:
         _show_study(studies[0], config, as_json)
         return
     outs = check_outs((config.page, config.png, config.svg))
-    runs = read_runs(config.runs)
+    runs = read_runs(config.runs, started=config.watch)
     if config.watch:
         _watch(config)
         return
@@ -78,4 +78,4 @@ def _watch(config: ViewConfig) -> None:
                     found.append((0, 0, 0))
         return tuple(found)
 
-    serve(Page(state, lambda: runs_page(read_runs(config.runs), live=True)), config.port)
+    serve(Page(state, lambda: runs_page(read_runs(config.runs, started=True), live=True)), config.port)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from depthgate.view.page import Html, html, join
+from depthgate.view.tokens import isolated
 
 Points = Sequence[tuple[float, float]]
 
@@ -31,7 +32,8 @@ def line_chart(
     from_zero: bool = False,
     readable: bool = False,
 ) -> Html:
-    """One line for each series (name -> points), with axes, ticks and a legend. `marks` are drawn as single points:
+    """One line for each series (name -> points), with axes, ticks and a legend; a series without points keeps its
+    colour from others, and is not drawn. `marks` are drawn as single points:
     their first series in the colour of the first line, and so on. `from_zero` has 0 on the upright axis.
     `readable`: the page has charts.js, which reads numbers off the lines.
 
@@ -65,11 +67,15 @@ def line_chart(
                 cx, cy = at[0].split(",")
                 parts.append(f'<circle cx="{cx}" cy="{cy}" r="4" fill="{_colour(number)}"/>')
             else:
-                told = f' data-name="{html(name)}" data-values="{_values(piece)}"' if readable else ""
+                told = f' data-name="{html(isolated(name))}" data-values="{_values(piece)}"' if readable else ""
                 parts.append(f'<polyline class="series" {_stroke(number)} points="{" ".join(at)}"{told}/>')
     for number, pieces in enumerate(dots.values()):
         parts += [_mark(number, across(x), down(y), f"{x:.4g}, {y:.4g}") for piece in pieces for x, y in piece]
-    keys = [_key(f'<line class="series" x1="0" x2="36" y1="6" y2="6" {_stroke(n)}/>', s) for n, s in enumerate(lines)]
+    keys = [
+        _key(f'<line class="series" x1="0" x2="36" y1="6" y2="6" {_stroke(number)}/>', name)
+        for number, (name, pieces) in enumerate(lines.items())
+        if pieces
+    ]
     keys += [_key(_mark(number, 18, 6, ""), name) for number, (name, pieces) in enumerate(dots.items()) if pieces]
     drawing = svg(title, description, WIDTH, HEIGHT, parts, _room(y_ticks))
     if readable:
@@ -202,4 +208,4 @@ def _mark(number: int, x: float, y: float, says: str) -> str:
 
 
 def _key(drawing: str, name: str) -> str:
-    return f'<li><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html(name)}</li>'
+    return f'<li><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html(isolated(name))}</li>'

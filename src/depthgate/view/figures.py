@@ -133,27 +133,44 @@ def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
 
 def runs_figure(runs: Sequence[Run]) -> Any:
     """Loss against steps and FLOPs, routed share, throughput."""
-    figure = new_figure(10, 7)
+    figure = new_figure(10, 7 + 0.2 * len(runs))
     panels = figure.subplots(2, 2)
     for axes, axis in zip(panels[0], ("step", "flops"), strict=True):
         _draw_lines(axes, lines(runs, axis, "loss")[0])
         for number, points in enumerate(resume_marks(runs, axis).values()):
             if points:
-                axes.plot(*zip(*points, strict=True), "D", color=f"C{number}", markersize=5, label="resumed")
+                axes.plot(*zip(*points, strict=True), "D", color=f"C{number}", markersize=5)
         axes.set(xlabel=unit(runs, axis)[1], ylabel="training loss, nats a token")
-    _draw_lines(panels[1][0], shares(runs, "step"))
-    panels[1][0].set(xlabel="steps", ylabel="routed share", ylim=(0, None))
+    drawn = _draw_lines(panels[1][0], shares(runs, "step"))
+    panels[1][0].set(xlabel="steps", ylabel="routed share")
+    if len(runs) == 1 and drawn:  # lines of layers, and not of runs
+        _legend(panels[1][0], drawn, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
     _draw_lines(panels[1][1], lines(runs, "step", "tokens_per_second")[0])
-    panels[1][1].set(xlabel="steps", ylabel="tokens a second", ylim=(0, None))
+    panels[1][1].set(xlabel="steps", ylabel="tokens a second")
+    for axes in panels[1]:  # from 0 to above the highest: no line lies on the border
+        axes.set_ylim(0, 1.08 * max((y for line in axes.lines for y in line.get_ydata() if y == y), default=1) or 1)
+    from matplotlib.lines import Line2D
+
+    keys = {run.name: Line2D([], [], color=f"C{number}") for number, run in enumerate(runs)}
+    if any(run.resumed for run in runs):
+        keys["resumed"] = Line2D([], [], color="gray", marker="D", linestyle="none")
+    _legend(figure, keys, loc="outside lower center", ncols=min(4, max(1, 100 // max(map(len, keys)))))
     return figure
 
 
-def _draw_lines(axes: Any, found: Any) -> None:
-    for name, points in found.items():
-        if points:
-            (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.4)
-            line.set_label(f" {name}")  # a name that begins with _ would be left out
+def _draw_lines(axes: Any, found: Any) -> dict[str, Any]:
+    """Lines by name; one without points keeps its colour from others."""
+    drawn = {
+        name: axes.plot(*zip(*points, strict=True), linewidth=1.4, color=f"C{number}")[0]
+        for number, (name, points) in enumerate(found.items())
+        if points
+    }
     axes.grid(alpha=0.3)
-    if any(found.values()):
-        for text in axes.legend(frameon=False, fontsize=8).get_texts():
-            text.set_parse_math(False)
+    return drawn
+
+
+def _legend(where: Any, keys: dict[str, Any], **how: Any) -> None:
+    """Beside the curves, and not over them. Names are no formulas."""
+    names = [f" {name}" for name in keys]  # one that begins with _ would be left out
+    for text in where.legend(list(keys.values()), names, frameon=False, fontsize=8, **how).get_texts():
+        text.set_parse_math(False)

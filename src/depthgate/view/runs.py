@@ -9,6 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from depthgate.errors import DepthgateError
+from depthgate.view.tokens import short
 
 METRICS, CONFIG = "metrics.jsonl", "config.json"
 AXES = ("step", "tokens", "flops", "seconds")
@@ -56,23 +57,27 @@ class Run:
         }
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
-    """Runs under names that tell them apart: of their folders, with as much of the path as that takes."""
+def read_runs(folders: Sequence[str], started: bool = False) -> list[Run]:
+    """Runs under names that tell them apart: of their folders, with as much of the path as that takes. `started`: they
+    may have nothing but a configuration yet."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
-        check_run(path)
+        check_run(path, started)
     parts = [path.absolute().parts for path in paths]
     depth = next((n for n in range(1, max(map(len, parts))) if len({p[-n:] for p in parts}) == len(parts)), None)
     if depth is None:
         raise DepthgateError("a run is named twice: leave one out")
-    return [_read(path, "/".join(part[-depth:])) for path, part in zip(paths, parts, strict=True)]
+    names = [short("/".join(part[-depth:])) for part in parts]
+    for i, name in enumerate(names):  # what tells them apart may be what cannot be shown
+        names[i] = f"{name} ({i + 1})" if name in names[:i] else name
+    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def check_run(path: Path) -> None:
+def check_run(path: Path, started: bool = False) -> None:
     """An error where a folder is no run."""
     if not path.is_dir():
         raise DepthgateError(f"{path} is no folder: give a run of `depthgate train` (--model shows what a model does)")
-    if not (path / METRICS).is_file():
+    if not (path / METRICS).is_file() and not (started and "steps" in _asked(path / CONFIG, [])):
         raise DepthgateError(f"{path} is no run: it has no {METRICS}, which `depthgate train` writes")
 
 
@@ -80,6 +85,8 @@ def _read(path: Path, name: str) -> Run:
     notes: list[str] = []
     try:
         lines = (path / METRICS).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        lines = []
     except OSError as error:
         raise DepthgateError(f"{path / METRICS} cannot be read ({error.strerror}): look at its rights") from None
     rows: list[Row] = []
