@@ -77,6 +77,14 @@ def test_the_beginning_of_the_held_out_text_and_of_a_file(run, tmp_path, capfd):
     (tmp_path / "text.txt").write_text("some words " * 9)
     assert view_model(run, tmp_path / "b.html", "--text", str(tmp_path / "text.txt")) == 0
     assert len(page_data(tmp_path / "b.html")["tokens"]) == 99
+    (tmp_path / "text.txt").write_bytes(b"some \xff\xfe words")
+    assert view_model(run, tmp_path / "c.html", "--text", str(tmp_path / "text.txt")) == 0
+    assert "2 bytes of the file are not UTF-8: � stands for each." in (tmp_path / "c.html").read_text()
+    assert "not UTF-8" not in (tmp_path / "b.html").read_text()
+    (tmp_path / "text.txt").write_bytes(b"")
+    assert view_model(run, tmp_path / "d.html", "--text", str(tmp_path / "text.txt")) == 2
+    assert view_model(run, tmp_path / "d.html", "--prompt", "a") == 0
+    assert "reads 1 token of the prompt" in (tmp_path / "d.html").read_text()
 
 
 @pytest.mark.parametrize(

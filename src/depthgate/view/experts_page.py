@@ -23,18 +23,20 @@ def experts_section(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None)
     heads = ("layer", "tokens", "experts", "busiest", "idlest", "as spread as", "null share")
     rows = []
     for e in layers:
-        used = sum(bool(chosen) for chosen in e.choices)
-        busy = (f"{max(e.load):.1%}", f"{min(e.load):.1%}") if e.experts else ("-", "-")
+        if not e.used:
+            rows.append([e.layer, "no token came", e.experts, *["-"] * (len(heads) - 3)])
+            continue
+        busy = (f"{max(e.load):.1%}", f"{min(e.load):.1%}")
         null = f"{e.null_share:.1%}" if e.null_experts else "no null experts"
-        rows.append([e.layer, f"{used:,}", e.experts, *busy, f"{e.effective:.1f} experts", null])
+        rows.append([e.layer, f"{e.used:,}", e.experts, *busy, f"{e.effective:.1f} experts", null])
     about = (
         "Shares are of all choices of experts that tokens made. As spread as: how many experts, all used alike, would "
         "be as evenly used. Null share: choices that compute nothing."
     )
     parts: list[object] = [pages.table(heads, rows, about)]
-    parts.append(pages.row([_load(layer) for layer in layers if layer.experts]))
+    parts.append(pages.row([_load(layer) for layer in layers if layer.used]))
     if tokens is not None:
-        parts += [_forms(layer, tokens) for layer in layers if len(layer.choices) == len(tokens) and layer.experts]
+        parts += [_forms(layer, tokens) for layer in layers if len(layer.choices) == len(tokens) and layer.used]
     return pages.join(parts)
 
 

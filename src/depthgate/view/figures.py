@@ -54,14 +54,17 @@ def save(figure: Any, png: str | None, svg: str | None) -> None:
 
 def plans_figure(found: Seen, grid: Grid | None) -> Any:
     """A panel for each layer with experts, and one map for all layers that tokens skip."""
+    busy = [layer for layer in found.experts if layer.used]  # no panel where no token came
+    if not (found.routes or busy or found.slots):
+        raise DepthgateError("no token came to any expert: there is nothing to draw")
     rows = (0.3 * len(found.routes.layers) + 1.6) if found.routes else 0.0
-    heights = [rows] * bool(found.routes) + [2.4] * len(found.experts)
+    heights = [rows] * bool(found.routes) + [2.4] * len(busy)
     heights += [_slots_height(layer, grid) for layer in found.slots]
     figure = new_figure(9, sum(heights))
     parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if found.routes:
         _draw_map(parts.pop(0), found.routes)
-    for layer in found.experts:
+    for layer in busy:
         _draw_load(parts.pop(0).add_subplot(), layer)
     for slots in found.slots:
         _draw_slots(parts.pop(0), slots, grid)

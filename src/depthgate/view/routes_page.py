@@ -22,9 +22,9 @@ _MAP = (
 )
 
 
-def routes_page(title: str, about: str, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
+def routes_page(title: str, about: object, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
     """The whole page of a text."""
-    sections: dict[str, object] = {"": pages.join([pages.paragraph(about), *_odd(found)])}
+    sections: dict[str, object] = {"": pages.join([about, *_odd(found)])}
     if found.layers:
         through = [found.through(t) for t in range(len(found.tokens))]
         sections["The text, by depth"] = routed_text(found.tokens, through, found.layers)
