@@ -91,6 +91,7 @@ def test_it_fits_any_window(browser, page, width):
     browser.open(page, width, dark=width == 390)
     browser.assert_fits()
     browser.assert_alone()
+    assert browser.box("thead")["height"] < (75 if width == 390 else 100)  # two lines of headings, or three
 
 
 def test_a_hostile_name_runs_nothing(browser, run, tmp_path):
