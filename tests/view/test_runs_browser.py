@@ -82,8 +82,12 @@ def test_a_run_has_one_colour_in_all_charts(browser, tmp_path):
     assert len(set(found)) == 2
     legends = browser.js("[...document.querySelectorAll('.by[data-axis=step] ul')].map((list) => list.innerText)")
     assert legends[1] == "mod"
-    lines = runs_figure([dense, mod]).axes[2].lines  # the picture's
-    assert [line.get_color() for line in lines] == ["C1"]
+    picture = runs_figure([dense, mod])
+    share = picture.axes[2]
+    assert [line.get_color() for line in share.lines] == ["C1"]
+    assert share.get_ylim()[1] > max(share.lines[0].get_ydata())  # not on the border
+    assert [axes.get_legend() for axes in picture.axes] == [None] * 4  # below the charts, not over them
+    assert [text.get_text().strip() for text in picture.legends[0].get_texts()] == ["dense", "mod"]
 
 
 @pytest.mark.parametrize("width", [390, 1280])
