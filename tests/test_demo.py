@@ -132,7 +132,10 @@ def test_equal_flops(home: Path, finished: Path, capsys: pytest.CaptureFixture[s
     assert set(runs.twins(DemoConfig(steps=named))) == {"tiny-mod", "tiny-dense"}
 
 
-SPAN = re.compile(r'<span class="(token|skipped)"[^>]* title="([^"]*): (?:no routed layer|layers ([\d, ]+))">')
+SPAN = re.compile(
+    r'<span class="(token|skipped)(?: part)?"[^>]* title="([^"]*): (?:no routed layer|layers ([\d, ]+))">'
+)
+PART = re.compile(r"byte (\d) of \d of (\S+)")
 
 
 def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> None:
@@ -158,7 +161,10 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
             assert (kind == "token") == bool(through)
             if 32 < ids[n] < 127:
                 assert unescape(shown) == chr(ids[n])
-            elif ids[n] > 127:
+            elif ids[n] > 127 and (part := PART.search(shown)):
+                char = chr(int(part[2][2:], 16)) if part[2].startswith("\\u") else part[2]
+                assert char.encode()[int(part[1]) - 1] == ids[n]
+            elif ids[n] > 127:  # of a character that is cut
                 assert shown == f"\\x{ids[n]:02x}"
         return sum(map(sum, chosen))
 

@@ -9,6 +9,7 @@ import torch
 
 from depthgate.cli import main
 from depthgate.view.routes import Routes
+from depthgate.view.runs import Run
 
 HOSTILE = "<script>alert(1)</script> </script><img src=x onerror=alert(2)> &amp; \x00\x1b \u202eabc\u202c שלום 👩‍👩‍👧 é"
 
@@ -25,7 +26,11 @@ def page_data(page: Path, name: str = "routes"):
     """The plain data that a page hands to its script."""
     found = re.search(rf'<script type="application/json" id="{name}">(.*?)</script>', page.read_text(), re.S)
     assert found is not None
-    return json.loads(found[1])
+    data = json.loads(found[1])
+    for key in ("scores", "gates"):  # ten-thousandths there
+        if key in data:
+            data[key] = [[None if x is None else x / 10_000 for x in row] for row in data[key]]
+    return data
 
 
 def large(tokens: int = 4000, layers: int = 8) -> Routes:
@@ -39,3 +44,21 @@ def large(tokens: int = 4000, layers: int = 8) -> Routes:
     texts = [words[i % 7] for i in range(tokens)]
     numbers = [2 * i + 2 for i in range(layers)]
     return Routes(texts, numbers, 2 * layers, scores, gates, causal, top_k, causal, [1.0] * tokens)
+
+
+def a_run(name="a", steps=10, **more) -> Run:
+    """A run by hand: the loss of step n is 10 - n."""
+    made = [
+        {
+            "step": n,
+            "tokens": 100 * n,
+            "flops": 1e9 * n,
+            "seconds": 2.0 * n,
+            "loss": 10.0 - n,
+            "routed_share": [0.25, 0.5],
+            "tokens_per_second": 50.0,
+            "resumed": False,
+        }
+        for n in range(1, steps + 1)
+    ]
+    return Run(name, made, **more)

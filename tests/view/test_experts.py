@@ -14,9 +14,11 @@ from depthgate.routing import Groups, Plans, Slots
 from depthgate.showing.models import read
 from depthgate.showing.readers import DecoderReader
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
+from depthgate.view.figures import routes_figure
 from depthgate.view.routes import Routes
-from depthgate.view.terminal import print_routes
-from tests.view.pages import page_data, view, view_model
+from depthgate.view.routes_page import routes_page
+from depthgate.view.terminal import print_routes, print_runs
+from tests.view.pages import a_run, page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
 
@@ -59,6 +61,40 @@ def test_plans_of_another_model_are_refused(runs):
             expert_layers(kinds, plans, 8)
 
 
+def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
+    """A text so short that the layer routes none of its tokens has no plan of its experts."""
+    choice = [[True]]
+    found = Routes(["a"], [2], 2, [[0.0]], [[0.0]], choice, choice, choice, [0.0])
+    config = dg.ModelConfig(
+        **{"vocab": 257, "dim": 16, "layers": 2, "heads": 2, "context": 8, "pattern": "moe,mode"},
+        **{"experts": 4, "null_experts": 2, "capacity": 0.25},
+    )
+    plans = dg.Decoder(config)(torch.tensor([[1]])).plans
+    waiting, idle = expert_layers(config.kinds, _nobody_enters(plans), 1, (4, 2))
+    assert (waiting.used, idle.used, idle.experts, idle.null_experts) == (1, 0, 4, 2)
+    page = routes_page("t", "about", found, [waiting, idle])
+    assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
+    assert "Layer 1, load of its experts" in page
+    assert "Layer 2, load of its experts" not in page
+    assert [axes.get_title() for axes in routes_figure(found, [waiting, idle]).axes][2:] == [
+        "layer 1: load of the experts"
+    ]
+    console = Console(width=60)
+    with console.capture() as said:
+        print_routes(found, [idle], console)
+    assert "layer 2: no token came to its 4 experts" in said.get()
+    alone = Routes(["a"], [], 2, [], [], [], [], [], [0.0])
+    with pytest.raises(DepthgateError, match="no token came to any expert"):
+        routes_figure(alone, [idle])
+
+
+def _nobody_enters(plans):
+    """The plans as they are where the routed layer takes no token: its experts have none."""
+    outer = plans[1]
+    empty = outer._replace(index=outer.index[..., :0], gates=outer.gates[..., :0])
+    return Plans([plans[0], empty if outer.filled is None else empty._replace(filled=outer.filled[..., :0])])
+
+
 def test_the_page_of_experts(runs, tmp_path, capfd):
     assert view_model(runs / "mode", tmp_path / "page.html", "--prompt", TEXT, "--json") == 0
     told = json.loads(capfd.readouterr().out)["experts"]
@@ -86,6 +122,8 @@ def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
         assert shown == pytest.approx(row, rel=5e-3)
     with pytest.raises(DepthgateError, match=r"grid is \(5, 5\), but there are 12 tokens"):
         plans.plot(grid=(5, 5))
+    with pytest.raises(DepthgateError, match="rows of grid is -3"):
+        plans.plot(grid=(-3, -4))
     with pytest.raises(DepthgateError, match="row is 2"):
         plans.plot(row=2)
     with pytest.raises(DepthgateError, match="3 tokens, and plans for 12"):
@@ -122,6 +160,25 @@ def test_pictures_are_written_and_odd_tokens_do_not_harm(run, runs, tmp_path):
     assert "<script" not in (tmp_path / "a.svg").read_text()
     assert view(run, runs / "mode", "--png", tmp_path / "b.png", "--svg", tmp_path / "b.svg") == 0
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a.svg", "b.png", "b.svg"}  # and no page
+
+
+def test_the_terminal_without_colours_says_depth_in_digits():
+    choice = [[False, True, True, True, True], [False, False, True, True, True]]
+    numbers = [[0.0] * 5] * 2
+    tokens = ["ab", " cd", "\udcc3", "\udca9\n", "ef"]
+    found = Routes(tokens, [2, 4], 4, numbers, numbers, choice, choice, choice, [0.0] * 5)
+    for width, wanted in ((60, ["ab cd▏é", "  1--22", "ef", "2-"]), (4, ["ab c", "  1-", "d▏é", "-22", "ef", "2-"])):
+        console = Console(width=width, color_system=None)
+        with console.capture() as said:
+            print_routes(found, [], console)
+        assert [line.rstrip() for line in said.get().splitlines()][: len(wanted)] == wanted
+    console = Console(width=60, color_system=None)
+    with console.capture() as said:
+        print_routes(found, [], console)
+        print_runs([a_run("a" * 30)], console)
+    for heading in ("first to last token", "rule right", "tokens/s", "resumed", "curve"):
+        assert heading in said.get()
+    assert "below a token" in said.get()
 
 
 def test_the_terminal_colours_by_depth_and_obeys_no_text(run, capfd):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.routing import Plans
 from tests.view.pages import view_model
 
 GRID = (6, 8)
@@ -47,6 +48,19 @@ def test_slot_maps_by_keyboard(browser, page, soft):
     browser.press("ArrowRight", "ArrowRight", "ArrowDown", "PageDown", "ArrowLeft")
     wanted = float(f"{float(soft[0].into[0, 9, 0, 1]):.3g}")
     assert browser.text("#slots-1-said").startswith(f"expert 0, slot 1, patch in row 1, column 1: weight {wanted}")
+
+
+def test_weights_that_are_no_numbers_are_said_so(browser, soft, tmp_path):
+    into = soft[0].into.clone()
+    into[0, 1, 0, 0] = torch.nan
+    Plans([soft[0]._replace(into=into)]).save_page(tmp_path / "page.html", grid=GRID)
+    browser.open(tmp_path / "page.html")
+    browser.js("document.querySelector('canvas.slots').focus()")
+    assert "weight 0." in browser.text("#slots-1-said")  # the focus reads where it is
+    browser.press("ArrowRight")
+    assert browser.text("#slots-1-said") == "expert 0, slot 0, patch in row 0, column 1: weight not a number"
+    assert "1 of the weights are not numbers" in browser.text("main")
+    browser.assert_alone()
 
 
 @pytest.mark.parametrize("width", [390, 1280])

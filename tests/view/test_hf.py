@@ -5,12 +5,13 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from depthgate.hf.conversion import routed_layers
+from depthgate.train.tokenizer import BPETokenizer
 from tests.hf.zoo import ROUTED, dense, routed
 from tests.view.pages import page_data, view, view_model
 
@@ -68,6 +69,29 @@ def test_it_works_in_a_browser(browser, folder, tmp_path):
     browser.assert_alone()
 
 
+@pytest.mark.parametrize("kind", ["ByteLevel", "ByteFallback"])
+def test_characters_of_several_tokens_are_shown_once(browser, tmp_path, kind):
+    """A byte-level vocabulary, as GPT's and Qwen's, and one that falls back to bytes, as Llama's."""
+    text = "café שלום 😀"
+    if kind == "ByteLevel":
+        made = BPETokenizer.train([], 300).inner
+    else:
+        vocab = {"<unk>": 0} | {f"<0x{n:02X}>": n + 1 for n in range(256)} | {c: 300 + i for i, c in enumerate("▁acf")}
+        made = Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+        made.pre_tokenizer = Metaspace()
+        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    model = routed("llama")
+    model.resize_token_embeddings(320)
+    model.save_pretrained(tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "model")
+    assert view_model(tmp_path / "model", tmp_path / "page.html", "--prompt", text) == 0
+    browser.open(tmp_path / "page.html")
+    assert browser.js("document.querySelector('pre').innerText").removeprefix("·") == text.replace(" ", "·")
+    labels = page_data(tmp_path / "page.html")["tokens"]
+    assert {"byte 1 of 2 of é", "byte 2 of 2 of ש", "byte 3 of 4 of 😀"} <= set(labels)
+    browser.assert_alone()
+
+
 def test_a_dense_model_has_a_page_without_a_map_and_no_picture(tmp_path, capfd):
     folder = save(dense("gpt2"), tmp_path / "dense")
     assert view_model(folder, tmp_path / "page.html", "--prompt", "w1 w2") == 0
@@ -86,4 +110,13 @@ def test_what_it_cannot_read_is_named(folder, tmp_path, capfd):
             (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
     assert view("--model", tmp_path / "cut", "--prompt", "a", "--out", tmp_path / "page.html") == 2
     assert "no tokenizer that loads" in capfd.readouterr().err
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}))  # without a word for the unknown
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "cut")
+    for text, says in (
+        ("w1 word", "cannot express this text"),
+        (" ", "the text is ' ': the model's tokenizer makes no"),
+    ):
+        assert view_model(tmp_path / "cut", tmp_path / "page.html", "--prompt", text) == 2
+        assert says in capfd.readouterr().err
     assert not (tmp_path / "page.html").exists()

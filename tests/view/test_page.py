@@ -7,7 +7,7 @@ import pytest
 
 from depthgate.view import charts
 from depthgate.view import page as pages
-from depthgate.view.tokens import routed_text, visible
+from depthgate.view.tokens import headings, isolated, pieces, routed_text, short, visible
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -77,6 +77,42 @@ def test_routed_text_by_hand() -> None:
     assert "2 routed layers: 1 of 5 tokens" in made
 
 
+def test_bytes_of_tokens_make_characters() -> None:
+    """Hand-worked: tokens are cut within characters, as byte-level tokenizers cut them."""
+
+    def cut(*parts: bytes) -> list[str]:
+        return [part.decode(errors="surrogateescape") for part in parts]
+
+    e, smile = "é".encode(), "😀".encode()
+    tokens = cut(b"a" + e[:1], e[1:] + e[:1], e[1:] + b" ", smile[:1], smile[1:3], smile[3:] + b"b")
+    found = pieces(tokens)
+    assert [piece.text for piece in found] == ["a", "é", "é ", "", "", "😀b"]
+    assert "".join(piece.text for piece in found) == "aéé 😀b"
+    assert [piece.label for piece in found] == [
+        "a, byte 1 of 2 of é",
+        "byte 2 of 2 of é, byte 1 of 2 of é",
+        "byte 2 of 2 of é, ·",
+        "byte 1 of 4 of 😀",
+        "bytes 2 to 3 of 4 of 😀",
+        "byte 4 of 4 of 😀, b",
+    ]
+    assert [piece.part for piece in found] == [False, False, False, True, True, False]
+    assert headings(tokens) == ["a", "é", "é·", "▏", "▏", "😀b"]
+    # Bytes that make no character are named: a lone one, a cut one, an overlong one, half a surrogate pair.
+    for bad in (b"\xff", smile[:3], b"\xc0\xaf", b"\xed\xa0\x80"):
+        found = pieces(cut(*(bytes([byte]) for byte in bad), b"z"))
+        assert "".join(piece.label for piece in found) == "".join(f"\\x{byte:02x}" for byte in bad) + "z"
+    assert pieces(["", "\ud800"])[1].label == "\\ud800"
+
+
+def test_names_are_shown_whole_or_cut_in_the_middle() -> None:
+    assert short("a b") == "a b"
+    assert short("\udcff\u202e\n") == "\\xff\\u202e↵"
+    assert short("a" * 50 + "b" * 50) == "a" * 39 + "…" + "b" * 40
+    assert isolated("אב") == "\u2068אב\u2069"
+    assert isolated("é") == "é"
+
+
 def test_nothing_stays_invisible() -> None:
     assert visible(" a\tb\n") == "·a⇥b↵"
     assert visible("\0\x1b\x7f\u200b\U000e0001") == "␀␛\\x7f\\u200b\\U000e0001"
@@ -101,6 +137,26 @@ def test_bars_by_hand() -> None:
     y = charts.TOP + charts.PLOT_HEIGHT / 2
     assert f'class="even" x1="62" x2="466" y1="{y:.1f}" y2="{y:.1f}"' in chart
     charts.bar_chart("t", "d", {}, "share")  # nothing to draw is not an error
+
+
+def test_what_is_never_below_zero_has_an_axis_from_zero() -> None:
+    for values in ([0.0, 0.0], [0.2, 0.2], [0.0], [7.0, 7.0]):
+        assert charts.linear_ticks(values)[0] >= 0
+    chart = charts.bar_chart("t", "d", {"1": 0.0, "2": 0.0}, "share")
+    assert re.findall(r'<rect class="bar"[^>]*height="([\d.]+)"', chart) == ["0.0", "0.0"]
+    assert 'text-anchor="end">-' not in chart
+    below = charts.bar_chart("t", "d", {"1": -1.0, "2": 1.0, "3": float("nan")}, "share", even=0.5)
+    assert below.count('class="bar"') == 2  # what is no number has no bar
+
+
+@pytest.mark.parametrize("values", [[2.5, 2.5000000000000004], [1e20, 1e20], [-1e99, 1e99], [1e-15, 3e-15], [1e308]])
+def test_any_numbers_can_be_drawn(values) -> None:
+    points = [(float(i), y) for i, y in enumerate(values)]
+    chart = charts.line_chart("t", "d", {"a": [*points, (9.0, 1e308), (10.0, -1e308)]}, "x", "y")
+    assert "nan" not in chart
+    assert "inf" not in chart
+    for tick in charts.linear_ticks([y for y in values if abs(y) < 1e100]):
+        assert abs(tick) < 1e101
 
 
 def test_long_numbers_find_room() -> None:

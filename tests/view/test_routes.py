@@ -77,6 +77,14 @@ def test_the_beginning_of_the_held_out_text_and_of_a_file(run, tmp_path, capfd):
     (tmp_path / "text.txt").write_text("some words " * 9)
     assert view_model(run, tmp_path / "b.html", "--text", str(tmp_path / "text.txt")) == 0
     assert len(page_data(tmp_path / "b.html")["tokens"]) == 99
+    (tmp_path / "text.txt").write_bytes(b"some \xff\xfe words")
+    assert view_model(run, tmp_path / "c.html", "--text", str(tmp_path / "text.txt")) == 0
+    assert "2 bytes of the file are not UTF-8: � stands for each." in (tmp_path / "c.html").read_text()
+    assert "not UTF-8" not in (tmp_path / "b.html").read_text()
+    (tmp_path / "text.txt").write_bytes(b"")
+    assert view_model(run, tmp_path / "d.html", "--text", str(tmp_path / "text.txt")) == 2
+    assert view_model(run, tmp_path / "d.html", "--prompt", "a") == 0
+    assert "reads 1 token of the prompt" in (tmp_path / "d.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +121,18 @@ def test_plans_of_another_model_or_text_are_refused(run):
         routes(list("abc"), [2, 4], 4, plans, plans, [0.0] * 3)
 
 
+def test_what_is_no_number_is_said_so():
+    found = large(40, 2)
+    found.scores[0][3], found.gates[0][3] = math.nan, math.inf
+    found.scores[1][:] = [math.nan] * 40
+    page = routes_page("odd", "about", found)
+    assert "42 of the scores and gates are not numbers (NaN or infinite)" in page
+    known = [score for score in found.scores[0] if score == score]
+    assert f"<td>{sum(known) / 39:.3f}</td>" in page  # the mean of the others
+    assert "nan" not in page.lower().replace("(nan or infinite)", "")
+
+
 def test_a_large_page_is_small_and_asks_nobody():
-    text = routes_page("a large text", "about", large())
-    assert len(text.encode()) < 3_000_000
+    text = routes_page("a large text", "about", large(layers=48))
+    assert len(text.encode()) < 2_800_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org)", text)

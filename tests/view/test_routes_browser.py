@@ -1,13 +1,26 @@
 """The page of a text in a real browser: what it shows is what the plans say, by mouse and by keyboard."""
 
+import re
 import time
 
 import pytest
 
 from depthgate.view.routes_page import routes_page
+from depthgate.view.tokens import visible
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 LEFT, TOP, ROW = 44, 22, 22  # of the map
+# Of the signs in the text against what is behind them, as WCAG has it.
+CONTRASTS = """[...document.querySelectorAll('pre .sign')].map((sign) => {
+  const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+  const light = (c) => c.slice(0, 3).map((x) => x / 255)
+    .map((x) => x <= .04045 ? x / 12.92 : ((x + .055) / 1.055) ** 2.4)
+    .reduce((sum, x, i) => sum + x * [.2126, .7152, .0722][i], 0);
+  const [r, g, b, a = 1] = rgb(getComputedStyle(sign.parentElement).backgroundColor);
+  const band = rgb(getComputedStyle(document.querySelector('pre')).backgroundColor);
+  const [p, q] = [light(rgb(getComputedStyle(sign).color)), light([r, g, b].map((x, i) => a * x + (1 - a) * band[i]))];
+  return (Math.max(p, q) + .05) / (Math.min(p, q) + .05);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +83,7 @@ def test_the_keyboard_moves_and_zooms(browser, big):
     browser.js("document.getElementById('whole').focus()")
     browser.press("Tab")  # to the map, which comes after its buttons
     assert browser.js("document.activeElement.id") == "map"
+    assert browser.text("#said").startswith('Token 0 "the", layer 2:')  # the focus reads where it is
     said = []
     for keys in (["ArrowRight", "ArrowRight", "ArrowDown"], ["End"], ["+", "+", "ArrowLeft"], ["Home"]):
         browser.press(*keys)
@@ -80,6 +94,8 @@ def test_the_keyboard_moves_and_zooms(browser, big):
     assert browser.js("document.getElementById('said').getAttribute('aria-live')") == "polite"
     assert browser.js("document.getElementById('map').getAttribute('aria-label')").startswith("Map of 8 layers")
     assert browser.js("[...document.querySelectorAll('svg[role=img]')].every((s) => s.querySelector('title'))")
+    names = browser.js("[...document.querySelectorAll('[role=region]')].map((e) => e.getAttribute('aria-label'))")
+    assert len(names) == len(set(names)) == 3
 
 
 def test_a_large_map_stays_smooth(browser, big):
@@ -97,12 +113,73 @@ def test_a_large_map_stays_smooth(browser, big):
     assert min(seconds() for _ in range(3)) < 3
 
 
+def span(browser):
+    return tuple(int(browser.js(f"document.getElementById('map').dataset.{name}")) for name in ("from", "to"))
+
+
+def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot(browser, big):
+    browser.open(big)
+    box = browser.box("#map")
+    x, y = box["x"] + LEFT + 100, box["y"] + TOP + 30
+
+    def wheel(dx, dy, **more):
+        browser.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=dx, deltaY=dy, **more)
+        browser.js("new Promise((done) => setTimeout(done, 60))")
+        return span(browser)
+
+    def drag(kind, far):
+        """Pressed, moved in three steps, let go; by mouse or by finger."""
+        for i in range(5):
+            at = {"x": x + 200 + far * min(3, i) / 3, "y": y}
+            if kind == "mouse":
+                name = ("mousePressed", *["mouseMoved"] * 3, "mouseReleased")[i]
+                browser.call(
+                    "Input.dispatchMouseEvent", type=name, button="left", buttons=int(i < 4), clickCount=1, **at
+                )
+            else:
+                name = ("touchStart", *["touchMove"] * 3, "touchEnd")[i]
+                browser.call("Input.dispatchTouchEvent", type=name, touchPoints=[at] if i < 4 else [])
+        return span(browser)
+
+    scrolled = "window.scrollY"
+    at = browser.js(scrolled)
+    assert wheel(200, 0) == (0, 4000)  # sideways over the whole text: nothing to zoom, nowhere to go
+    browser.js("for (let i = 0; i < 4; i++) document.getElementById('closer').click()")
+    first = span(browser)
+    assert first == (0, 250)
+    moved = wheel(300, 0)
+    assert moved[0] > 0
+    assert moved[1] - moved[0] == 250
+    again = wheel(0, 300, modifiers=8)  # shift
+    assert again[0] > moved[0]
+    assert again[1] - again[0] == 250
+    line = browser.text("#said")
+    for kind in ("mouse", "touch"):
+        before = span(browser)
+        after = drag(kind, -300)
+        step = (box["width"] - LEFT) / 250
+        assert after[0] - before[0] == pytest.approx(
+            300 / step, abs=30 if kind == "touch" else 1
+        )  # fingers slip at first
+        assert after[1] - after[0] == 250
+    assert hover(browser, span(browser)[0] + 9, 1) != line  # a drag holds no cell
+    zoomed = wheel(0, -100)
+    assert zoomed[1] - zoomed[0] == 200
+    assert browser.js(scrolled) == at
+    browser.js("document.getElementById('whole').click()")
+    wheel(0, 100)  # cannot zoom out further: the window scrolls
+    browser.js("new Promise((done) => setTimeout(done, 300))")
+    assert browser.js(scrolled) > at
+    browser.assert_alone()
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_fits_any_window_and_any_light(browser, big, width, dark):
     browser.open(big, width, dark=dark)
     browser.assert_fits()
     browser.assert_alone()
+    assert min(browser.js(CONTRASTS)) > 4.5
     assert browser.js("getComputedStyle(document.body).backgroundColor") == (
         "rgb(21, 24, 27)" if dark else "rgb(255, 255, 255)"
     )
@@ -113,10 +190,23 @@ def test_hostile_text_runs_nothing(browser, run, tmp_path):
     assert view_model(run, page, "--prompt", HOSTILE) == 0
     browser.open(page)
     tokens = page_data(page)["tokens"]
+    text = browser.js("document.querySelector('pre').innerText")
+    assert text == visible(HOSTILE)  # what would not be seen, or turn the text round, as a sign
+    for part in ("שלום", "👩", "é", "<script>alert(1)</script>"):
+        assert part in text
     spans = browser.js("[...document.querySelectorAll('pre [data-t]')].map((span) => span.textContent)")
-    assert spans == tokens  # what would not be seen, or turn the text round, as a sign
-    assert "".join(spans).startswith("<script>alert(1)</script>")
+    for t, (span, token) in enumerate(zip(spans, tokens, strict=True)):
+        if not (found := re.fullmatch(r"byte (\d) of (\d) of (.+)", token)):
+            assert span == token
+            continue
+        number, of, char = found.groups()  # each byte is a token; the last of a character shows it
+        assert span == (char if number == of else "")
+        assert browser.box(f'pre [data-t="{t}"]')["width"] > 1  # and the others can be seen too
+    assert tokens[-2:] == ["byte 1 of 2 of é", "byte 2 of 2 of é"]
     assert browser.js("document.images.length") == 0
+    browser.js("document.getElementById('map').focus()")
+    browser.press("End")
+    assert browser.text("#said").startswith(f'Token {len(tokens) - 1} "byte 2 of 2 of é", layer 2')
     browser.click('pre [data-t="3"]')
     assert browser.text("#said").startswith(f'Token 3 "{tokens[3]}", layer 2')
     browser.assert_alone()

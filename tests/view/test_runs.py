@@ -2,33 +2,18 @@
 
 import json
 import math
+import os
 import shutil
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from depthgate.errors import DepthgateError
-from depthgate.view.runs import Run, curve, read_runs
+from depthgate.view.runs import curve, read_runs
 from depthgate.view.runs_page import runs_page, unit
 from tests.train.tiny import rows
-from tests.view.pages import view
-
-
-def a_run(name="a", steps=10, **more) -> Run:
-    """A run by hand: the loss of step n is 10 - n."""
-    made = [
-        {
-            "step": n,
-            "tokens": 100 * n,
-            "flops": 1e9 * n,
-            "seconds": 2.0 * n,
-            "loss": 10.0 - n,
-            "routed_share": [0.25, 0.5],
-            "tokens_per_second": 50.0,
-            "resumed": False,
-        }
-        for n in range(1, steps + 1)
-    ]
-    return Run(name, made, **more)
+from tests.view.pages import a_run, view
 
 
 @pytest.fixture
@@ -95,6 +80,46 @@ def test_lines_that_are_no_rows_are_left_out_and_counted(copy):
     assert "unknown" in runs_page([found])
 
 
+def test_odd_numbers_do_no_harm(copy, tmp_path, capfd):
+    row = json.loads((copy / "metrics.jsonl").read_text().splitlines()[0]) | {"tokens": 512.0}
+    losses = [2.5, 2.5000000000000004, 1e308, -1e308, 2.5]
+    lines = [json.dumps(row | {"step": n, "loss": loss}) for n, loss in enumerate(losses, 1)]
+    (copy / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    config = json.loads((copy / "config.json").read_text()) | {"steps": "sixty"}
+    (copy / "config.json").write_text(json.dumps(config))
+    assert view(copy, "--out", tmp_path / "page.html", "--terminal", "--png", tmp_path / "a.png") == 0
+    capfd.readouterr()
+    assert view(copy, "--out", tmp_path / "page.html", "--json") == 0
+    told = json.loads(capfd.readouterr().out)["runs"][0]
+    assert (told["step"], told["tokens"], told["loss"], told["steps_asked"]) == (5, 512, 2.5, None)
+    assert told["notes"] == [
+        "2 of the lines of metrics.jsonl cannot be read, and are left out: 3, 4",
+        "config.json does not say in a whole number how many steps were asked for",
+    ]
+    assert "left out: 3, 4" in (tmp_path / "page.html").read_text()
+
+
+def test_links_are_written_through_and_devices_are_left_alone(run, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link.html").symlink_to("folder/page.html")
+    os.mkfifo("pipe")
+    for _ in range(2):  # where the file is not there yet, and where it is
+        assert view(run, "--out", "link.html") == 0
+        assert (tmp_path / "link.html").is_symlink()
+        assert (tmp_path / "folder/page.html").read_text().startswith("<!doctype html>")
+    (tmp_path / "zero").symlink_to("/dev/null")
+    for odd in ("pipe", "/dev/null", "zero", "/dev/stdout", "/proc/self/fd/1"):
+        for option in ("--out", "--png", "--svg"):
+            assert view(run, option, odd) == 2
+            assert f"out is {odd}: it is no regular file" in capfd.readouterr().err
+    assert view(run, "--png", "a", "--svg", "./a") == 2
+    assert "two outputs have one name" in capfd.readouterr().err
+    assert (tmp_path / "pipe").is_fifo()
+    assert Path("/dev/null").is_char_device()
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "link.html", "pipe", "zero"}
+
+
 def test_a_run_without_a_step_has_a_page(copy, tmp_path):
     (copy / "metrics.jsonl").write_text("")
     assert view(copy, "--out", tmp_path / "page.html", "--png", tmp_path / "a.png") == 0
@@ -108,6 +133,39 @@ def test_runs_have_names_that_tell_them_apart(copy, tmp_path):
     assert [run.name for run in found] == ["x/run", "y/run"]
     with pytest.raises(DepthgateError, match="named twice"):
         read_runs([str(copy), str(copy)])
+
+
+def test_a_run_that_has_just_started_can_be_watched(copy):
+    (copy / "metrics.jsonl").unlink()
+    with pytest.raises(DepthgateError, match="has no metrics"):
+        read_runs([str(copy)])
+    assert read_runs([str(copy)], started=True)[0].notes == ["no step is recorded yet"]
+    (copy / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(DepthgateError, match="is no run"):
+        read_runs([str(copy)], started=True)
+
+
+def test_names_of_folders_are_text_everywhere(copy, tmp_path, capfd):
+    """Turned round, with an end of line, beyond XML, beyond UTF-8, and longer than any legend."""
+    odd = ["_אב\u202eb\n", "\x01<b>--&$\\frac", "\udcff", "n" * 200, "n" * 100 + "m" + "n" * 99]
+    for name in odd:
+        shutil.copytree(copy, tmp_path / name)
+    outs = ["--out", tmp_path / "page.html", "--svg", tmp_path / "a.svg", "--png", tmp_path / "\udcfe.png"]
+    assert view(*(tmp_path / name for name in odd), *outs) == 0
+    printed = capfd.readouterr().out
+    assert len(printed.splitlines()) == 3
+    page = (tmp_path / "page.html").read_text()
+    shown = ["\u2068_אב\\u202eb↵\u2069", "␁&lt;b&gt;--&amp;$\\frac", "\\xff", "n" * 39 + "…" + "n" * 40]
+    title = ", ".join([*shown, f"{shown[3]} (5)"])
+    for part in ("<title>depthgate view: {}</title>", "<h1>depthgate view: {}</h1>"):
+        assert part.format(title) in page
+    for name in shown:
+        assert f'<span class="name">{name}</span>' in page
+        assert f"</svg>{name}</li>" in page
+    for absent in ("\u202e", "\x01", "<b>"):
+        assert absent not in page
+    ElementTree.parse(tmp_path / "a.svg")  # well-formed
+    assert (tmp_path / "\udcfe.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
 
+from depthgate.view.figures import runs_figure
 from depthgate.view.runs import read_runs
 from depthgate.view.runs_page import runs_page
+from depthgate.view.watch import Page
 from tests.train.tiny import rows
-from tests.view.pages import view
+from tests.view.pages import a_run, view
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +67,35 @@ def test_numbers_can_be_read_off_the_charts(browser, page, run, runs):
     browser.assert_alone()
 
 
+def test_a_run_has_one_colour_in_all_charts(browser, tmp_path):
+    """Though the first routes nobody, and has no line in the chart of routed shares."""
+    dense, mod = a_run("dense"), a_run("mod")
+    for row in dense.rows:
+        row["routed_share"] = []
+    (tmp_path / "page.html").write_text(runs_page([dense, mod]))
+    browser.open(tmp_path / "page.html")
+    found = browser.js(
+        """[...document.querySelectorAll('.by[data-axis=step] polyline')].map(
+        (line) => line.dataset.name + ' ' + getComputedStyle(line).stroke)"""
+    )
+    assert len(found) == 5
+    assert len(set(found)) == 2
+    legends = browser.js("[...document.querySelectorAll('.by[data-axis=step] ul')].map((list) => list.innerText)")
+    assert legends[1] == "mod"
+    picture = runs_figure([dense, mod])
+    share = picture.axes[2]
+    assert [line.get_color() for line in share.lines] == ["C1"]
+    assert share.get_ylim()[1] > max(share.lines[0].get_ydata())  # not on the border
+    assert [axes.get_legend() for axes in picture.axes] == [None] * 4  # below the charts, not over them
+    assert [text.get_text().strip() for text in picture.legends[0].get_texts()] == ["dense", "mod"]
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_it_fits_any_window(browser, page, width):
     browser.open(page, width, dark=width == 390)
     browser.assert_fits()
     browser.assert_alone()
+    assert browser.box("thead")["height"] < (75 if width == 390 else 100)  # two lines of headings, or three
 
 
 def test_a_hostile_name_runs_nothing(browser, run, tmp_path):
@@ -89,14 +116,29 @@ def watched(run, tmp_path):
     (live / "config.json").write_bytes((run / "config.json").read_bytes())
     (live / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(run)[:3]))
     (tmp_path / "secret.txt").write_text("secret")
+    with serving(live) as (url, process):
+        yield live, url, process
+
+
+@contextmanager
+def serving(live):
     command = [sys.executable, "-m", "depthgate", "view", str(live), "--watch", "--port", "0"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
     )
-    url = process.stdout.readline().split()[0]
-    yield live, url, process
-    process.kill()
-    process.communicate()
+    try:
+        yield process.stdout.readline().split()[0], process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait(browser, selector, text):
+    """Until an element says something."""
+    end = time.monotonic() + 10
+    while text not in browser.text(selector) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert text in browser.text(selector)
 
 
 def ask(url, path="/", method="GET", **headers):
@@ -116,10 +158,7 @@ def test_a_live_run_is_followed_without_loading_again(browser, run, watched):
     assert "3 of 12" in browser.text("table")
     with (live / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows(run)[3:])
-    end = time.monotonic() + 10
-    while "12 of 12" not in browser.text("table") and time.monotonic() < end:
-        time.sleep(0.2)
-    assert "12 of 12" in browser.text("table")
+    wait(browser, "table", "12 of 12")
     assert browser.js("window.kept") == 1  # the same page
     assert shown(browser) == ["tokens"]  # and what was chosen stays
     browser.assert_alone(url)
@@ -127,6 +166,64 @@ def test_a_live_run_is_followed_without_loading_again(browser, run, watched):
     out, err = process.communicate(timeout=10)
     assert (process.returncode, err) == (0, "")
     assert "ended" in out
+
+
+def test_a_page_that_follows_says_where_it_stands_and_keeps_a_readers_place(browser, run, tmp_path):
+    live, away = tmp_path / "live", tmp_path / "away"
+    live.mkdir()
+    (live / "config.json").write_bytes((run / "config.json").read_bytes())
+    lines = [json.dumps(row) + "\n" for row in rows(run)]
+    chart, said = ".by[data-axis=step] svg", ".by[data-axis=step] .said"
+    with serving(live) as (url, process):  # just started: no metrics yet
+        browser.open(url)
+        assert "no step is recorded yet" in browser.text("main")
+        (live / "metrics.jsonl").write_text("".join(lines[:4]))
+        wait(browser, "table", "4 of 12")
+        browser.js(f"document.querySelector('{chart}').focus()")
+        browser.press("ArrowRight", "ArrowRight", "ArrowRight")
+        told = browser.text(said)
+        assert told == f"live {rows(run)[2]['loss']:.5g} at 3"
+        (live / "metrics.jsonl").write_text("".join(lines))
+        wait(browser, "table", "12 of 12")
+        assert browser.text(said) == told  # the same number, though it stands elsewhere now
+        assert browser.js(f"document.activeElement === document.querySelector('{chart}')")
+        browser.press("ArrowRight")
+        assert browser.text(said) == f"live {rows(run)[3]['loss']:.5g} at 4"
+        assert browser.text("#live") == ""
+        live.rename(away)
+        wait(browser, "#live", f"cannot be read at the moment: {live} is no folder")
+        assert browser.js("document.getElementById('live').getAttribute('role')") == "status"
+        assert "12 of 12" in browser.text("table")  # what was there stays
+        assert ask(url)[0] == 503
+        away.rename(live)
+        end = time.monotonic() + 10
+        while browser.text("#live") and time.monotonic() < end:
+            time.sleep(0.1)
+        assert browser.text("#live") == ""
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=10)
+        assert err.startswith(f"cannot be read at the moment: {live} is no folder")
+        assert err.count("\n") == 1
+        wait(browser, "#live", "has ended, or cannot be reached")
+
+
+def test_any_failure_is_told_and_the_server_lives_on(capfd):
+    """Whatever goes wrong, once, in a line; and the page is back when it is mended."""
+    fails = [ZeroDivisionError("division\nby zero"), ZeroDivisionError("division\nby zero"), None]
+
+    def made():
+        if error := fails.pop(0):
+            raise error
+        return "fine"
+
+    page = Page(lambda: 0, made)
+    for _ in range(2):
+        body, _, wrong = page.now()
+        assert wrong == "cannot be read at the moment: ZeroDivisionError: division↵by zero"
+        assert wrong in body.decode()
+        page.rest = 0.0
+    assert page.now()[0::2] == (b"fine", "")
+    assert capfd.readouterr().err == "cannot be read at the moment: ZeroDivisionError: division↵by zero\n"
 
 
 def test_nothing_but_the_page_is_served(watched):

@@ -8,8 +8,8 @@ from depthgate.view.config import ViewConfig
 
 def run(config: ViewConfig, as_json: bool) -> None:
     """One of the two."""
-    if config.terminal and isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a text may hold what a terminal cannot show
+    if isinstance(sys.stdout, TextIOWrapper):  # a text may hold what a terminal cannot show, a path any bytes
+        sys.stdout.reconfigure(errors="replace" if config.terminal else "surrogateescape")
     if config.model is not None:
         from depthgate.showing.models import show
     else:

@@ -6,28 +6,32 @@ from typing import Any
 
 import torch
 
-from depthgate.showing.readers import Reader, losses, read_ids, reader
+from depthgate.showing.readers import Reader, encoded, losses, read_text, reader
 from depthgate.train.loop import resolve_device
 from depthgate.view.config import ViewConfig
 from depthgate.view.experts import ExpertLayer, expert_layers, joined_experts
-from depthgate.view.output import check_out, write
+from depthgate.view.output import check_outs, write
+from depthgate.view.page import Html, join, note, paragraph
 from depthgate.view.routes import Routes, joined, routes
 from depthgate.view.routes_page import routes_page
+from depthgate.view.tokens import count, isolated, short
 
 
 def show(config: ViewConfig, as_json: bool) -> None:
     """Write what is asked for; print its path, or what it says of each layer as JSON."""
-    outs = [check_out(Path(out)) for out in (config.page, config.png, config.svg) if out is not None]
+    outs = check_outs((config.page, config.png, config.svg))
     model = reader(str(config.model), resolve_device(config.device))
-    ids = read_ids(model, config.text, config.prompt, config.tokens)
+    prompt, replaced = read_text(config.text, config.tokens) if config.text is not None else (config.prompt, 0)
+    ids = model.held_out(config.tokens) if prompt is None else encoded(model, prompt, config.tokens)
     found, experts = read(model, ids)
-    title = f"depthgate view: {config.model}"
+    title = f"depthgate view: {isolated(short(str(config.model)))}"
     if config.png is not None or config.svg is not None:
         from depthgate.view.figures import routes_figure, save
 
         save(routes_figure(found, experts), config.png, config.svg)
     if config.page is not None:
-        write(Path(config.page), routes_page(title, _about(config, model, found), found, experts))
+        about = join([paragraph(_about(config, model, found)), *_replaced(replaced)])
+        write(Path(config.page), routes_page(title, about, found, experts))
     if config.terminal and not as_json:
         from depthgate.view.terminal import print_routes
 
@@ -40,14 +44,23 @@ def show(config: ViewConfig, as_json: bool) -> None:
 
 
 def _about(config: ViewConfig, model: Reader, found: Routes) -> str:
-    where = config.text or ("the prompt" if config.prompt else "text that the run held out")
+    where = "the prompt" if config.prompt else "text that the run held out"
+    if config.text:
+        where = isolated(short(config.text))
     many = len(found.tokens)
     parts = "" if many <= model.window else f" It was read {model.window:,} tokens at a time."
     deciding = " Every router decides from the token alone (the causal choice), as in generation." * bool(found.layers)
     return (
-        f"{config.model} reads {many:,} tokens of {where}. {len(found.layers)} of {found.depth} layers are "
-        f"routed.{deciding}{parts}"
+        f"{isolated(short(str(config.model)))} reads {count(many, 'token')} of {where}. "
+        f"{len(found.layers)} of {count(found.depth, 'layer')} are routed.{deciding}{parts}"
     )
+
+
+def _replaced(many: int) -> list[Html]:
+    if not many:
+        return []
+    what = "1 byte of the file is" if many == 1 else f"{many:,} bytes of the file are"
+    return [note(f"{what} not UTF-8: � stands for each.")]
 
 
 def _told(config: ViewConfig, found: Routes, experts: list[ExpertLayer]) -> dict[str, Any]:
@@ -76,5 +89,5 @@ def read(model: Reader, ids: list[int]) -> tuple[Routes, list[ExpertLayer]]:
         del logits
         top_k = model(tokens, False)[1]
         parts.append(routes([model.text(i) for i in part], layers, len(model.kinds), causal, top_k, said))
-        chosen.append(expert_layers(model.kinds, causal, len(part)))
+        chosen.append(expert_layers(model.kinds, causal, len(part), model.experts))
     return joined(parts), joined_experts(chosen)

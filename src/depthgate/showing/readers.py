@@ -1,6 +1,9 @@
 """Models that read a text, seen in one way: our Decoder, and models of transformers that `depthgate convert` wrote."""
 
 import json
+import re
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,6 +19,7 @@ from depthgate.routing import Plans
 from depthgate.train.batches import windows
 from depthgate.train.evaluate import documents_of
 from depthgate.train.routes import token_text
+from depthgate.train.tokenizer import HFTokenizer
 
 _HF_WINDOW = 1024  # tokens read at once: the logits of a large vocabulary have to fit
 
@@ -25,6 +29,7 @@ class Reader(Protocol):
 
     kinds: tuple[str, ...]  # of its layers, as in ModelConfig.pattern
     window: int  # tokens it reads at once
+    experts: tuple[int, int]  # of a layer that has some: those that compute, and null ones
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text."""
@@ -33,7 +38,7 @@ class Reader(Protocol):
         """The beginning of the text that the model's run held out."""
 
     def text(self, token: int) -> str:
-        """What a token stands for."""
+        """What a token stands for; bytes that are no text alone are escaped."""
 
     def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
         """Logits and plans of tokens (1, T)."""
@@ -61,6 +66,7 @@ class DecoderReader:
     def __init__(self, model: LoadedDecoder, folder: str = "") -> None:
         self.model, self.folder = model, folder
         self.kinds, self.window = model.config.kinds, model.config.context
+        self.experts = (model.config.experts, model.config.null_experts)
 
     def encode(self, text: str) -> list[int]:
         return self.model.tokenizer.encode(text)
@@ -85,7 +91,7 @@ class HFReader:
         self.folder, self.tokenizer = folder, _tokenizer(folder)
         routed = (getattr(self.model.config, "depthgate", None) or {}).get("layers", [])
         self.kinds = tuple("mod" if i in routed else "dense" for i in range(self.model.config.num_hidden_layers))
-        self.window = min(self.model.config.max_position_embeddings, _HF_WINDOW)
+        self.window, self.experts = min(self.model.config.max_position_embeddings, _HF_WINDOW), (0, 0)
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text)["input_ids"]  # with the token that begins a text, where there is one
@@ -99,11 +105,21 @@ class HFReader:
         )
 
     def text(self, token: int) -> str:
-        piece = self.tokenizer.convert_ids_to_tokens(token) or ""
+        piece = str(self.tokenizer.convert_ids_to_tokens(token) or "")
         said: str = self.tokenizer.decode([token], clean_up_tokenization_spaces=False)
         if not said or "\ufffd" in said:  # a part of a character, or a token that is no text
-            return str(piece)
+            if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's names of bytes
+                return bytes.fromhex(byte[1]).decode(errors="surrogateescape")
+            return self._bytes([token]).decode(errors="surrogateescape") or piece
         return f" {said}" if piece.startswith("▁") and not said.startswith(" ") else said
+
+    @cached_property
+    def _bytes(self) -> Callable[[list[int]], bytes]:
+        """What tokens of a byte-level tokenizer stand for, parts of characters included."""
+        if (fast := getattr(self.tokenizer, "backend_tokenizer", None)) is None:
+            return lambda _: b""
+        copy = type(fast).from_str(fast.to_str())
+        return HFTokenizer(copy, next(iter(copy.get_vocab()))).decode_bytes
 
     def __call__(self, tokens: Tensor, causal: bool) -> tuple[Tensor, Plans]:
         plans: list[Any] = []
@@ -128,20 +144,36 @@ def _tokenizer(folder: str) -> Any:
         raise DepthgateError(f"{folder} has no tokenizer that loads: {why}") from None
 
 
-def read_ids(model: Reader, text: str | None, prompt: str | None, most: int) -> list[int]:
-    """The tokens to read: of a file, of a prompt, or of what the run held out."""
-    if prompt is None and text is None:
-        return model.held_out(most)
-    if prompt is None:
-        try:
-            with Path(str(text)).open(encoding="utf-8", errors="replace") as file:
-                prompt = file.read(64 * most)  # more than so many tokens can stand for, as a rule
-        except OSError as error:
-            raise DepthgateError(f"text is {text}: it cannot be read ({error.strerror})") from None
-    ids = model.encode(prompt)[:most]
+def read_text(path: str, most: int) -> tuple[str, int]:
+    """The beginning of a file, and how many of its bytes are no text: U+FFFD stands for each."""
+    try:
+        with Path(path).open(encoding="utf-8", errors="surrogateescape") as file:
+            text = file.read(64 * most)  # more than so many tokens can stand for, as a rule
+    except OSError as error:
+        raise DepthgateError(f"text is {path}: it cannot be read ({error.strerror})") from None
+    if not text:
+        raise DepthgateError(f"text is {path}: there is nothing in it to read")
+    return re.subn("[\udc80-\udcff]", "\ufffd", text)
+
+
+def encoded(model: Reader, text: str, most: int) -> list[int]:
+    """The first tokens of a text."""
+    try:
+        ids = model.encode(text)[:most]
+    except DepthgateError:
+        raise
+    except Exception as error:  # tokenizers raise plain ones
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise DepthgateError(f"the model's tokenizer cannot express this text ({why}): give another") from None
     if not ids:
-        raise DepthgateError(f"text is {text}: there is nothing in it to read")
+        raise DepthgateError(
+            f"the text is {_beginning(text)}: the model's tokenizer makes no token of it, give another"
+        )
     return ids
+
+
+def _beginning(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
 
 
 def losses(logits: Tensor, tokens: Tensor) -> list[float]:

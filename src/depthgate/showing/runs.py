@@ -5,7 +5,7 @@ from pathlib import Path
 
 from depthgate.errors import DepthgateError
 from depthgate.view.config import ViewConfig
-from depthgate.view.output import check_out, write
+from depthgate.view.output import check_out, check_outs, write
 from depthgate.view.runs import CONFIG, METRICS, read_runs
 from depthgate.view.runs_page import runs_page
 
@@ -18,8 +18,8 @@ def show(config: ViewConfig, as_json: bool) -> None:
     if studies:
         _show_study(studies[0], config, as_json)
         return
-    outs = [check_out(Path(out)) for out in (config.page, config.png, config.svg) if out is not None]
-    runs = read_runs(config.runs)
+    outs = check_outs((config.page, config.png, config.svg))
+    runs = read_runs(config.runs, started=config.watch)
     if config.watch:
         _watch(config)
         return
@@ -78,4 +78,4 @@ def _watch(config: ViewConfig) -> None:
                     found.append((0, 0, 0))
         return tuple(found)
 
-    serve(Page(state, lambda: runs_page(read_runs(config.runs), live=True)), config.port)
+    serve(Page(state, lambda: runs_page(read_runs(config.runs, started=True), live=True)), config.port)

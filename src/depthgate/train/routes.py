@@ -36,7 +36,7 @@ def routed_layers(model: LoadedDecoder) -> list[int]:
 
 
 def token_text(model: LoadedDecoder, token: int) -> str:
-    """A token alone may be part of a character: then its bytes are named."""
+    """A token alone may be part of a character: its bytes are then escaped, so that joined tokens are the text."""
     if token == model.tokenizer.end:
         return END
-    return model.tokenizer.decode_bytes([token]).decode(errors="backslashreplace")
+    return model.tokenizer.decode_bytes([token]).decode(errors="surrogateescape")

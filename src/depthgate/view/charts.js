@@ -8,7 +8,7 @@
     for (const line of svg.querySelectorAll("polyline[data-values]")) {
       const at = places(line), i = at.reduce((best, place, n) => Math.abs(place - x) < Math.abs(at[best] - x) ? n : best, 0);
       const [value, height] = points(line)[i], far = Math.abs(at[i] - x), name = line.dataset.name;
-      if (!parts.has(name) || far < parts.get(name).far) parts.set(name, { far, at: at[i], text: `${name} ${height} at ${value}` });
+      if (!parts.has(name) || far < parts.get(name).far) parts.set(name, { far, at: at[i], value, text: `${name} ${height} at ${value}` });
     }
     if (!parts.size) return;
     said.textContent = [...parts.values()].map((part) => part.text).join("; ");
@@ -22,11 +22,20 @@
     const [top, bottom] = svg.dataset.plot.split(" ");
     for (const [name, value] of [["x1", nearest.at], ["x2", nearest.at], ["y1", top], ["y2", bottom]]) mark.setAttribute(name, value);
     svg.dataset.at = nearest.at;
+    svg.dataset.value = nearest.value;
   }
 
   document.addEventListener("mousemove", (event) => {
     const svg = event.target.closest?.("svg[data-plot]");
     if (svg) tell(svg, new DOMPoint(event.clientX, event.clientY).matrixTransform(svg.getScreenCTM().inverse()).x);
+  });
+  // A chart was drawn anew: the same value is read off it, wherever it now stands.
+  document.addEventListener("again", (event) => {
+    const all = [...event.target.querySelectorAll("polyline[data-values]")].flatMap((line) => {
+      const at = places(line);
+      return points(line).map(([value], i) => ({ at: at[i], far: Math.abs(value - event.detail) }));
+    });
+    if (all.length) tell(event.target, all.reduce((best, point) => point.far < best.far ? point : best).at);
   });
   document.addEventListener("keydown", (event) => {
     const svg = event.target.closest?.("svg[data-plot]"), way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from depthgate.view.page import Html, html, join
+from depthgate.view.tokens import isolated
 
 Points = Sequence[tuple[float, float]]
 
@@ -13,6 +14,7 @@ WIDTH, HEIGHT = 480, 320
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 52  # margins around the plot
 PLOT_WIDTH, PLOT_HEIGHT = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
+_MOST = 1e100  # what a chart can draw
 # Series differ in colour and in dashes: nobody has to tell colours apart.
 _DASHES = ("none", "9 4", "2 3", "9 4 2 4", "5 3", "12 3 2 3 2 3")
 
@@ -30,12 +32,13 @@ def line_chart(
     from_zero: bool = False,
     readable: bool = False,
 ) -> Html:
-    """One line for each series (name -> points), with axes, ticks and a legend. `marks` are drawn as single points:
+    """One line for each series (name -> points), with axes, ticks and a legend; a series without points keeps its
+    colour from others, and is not drawn. `marks` are drawn as single points:
     their first series in the colour of the first line, and so on. `from_zero` has 0 on the upright axis.
     `readable`: the page has charts.js, which reads numbers off the lines.
 
-    `description` is the figure's caption, and what a screen reader says. Points that cannot be drawn (not finite, or
-    not above 0 on a log axis) leave a gap.
+    `description` is the figure's caption, and what a screen reader says. Points that cannot be drawn (not finite,
+    beyond all bounds, or not above 0 on a log axis) leave a gap.
     """
     lines = {name: _drawable(points, log_x, log_y) for name, points in series.items()}
     dots = {name: _drawable(points, log_x, log_y) for name, points in (marks or {}).items()}
@@ -64,11 +67,15 @@ def line_chart(
                 cx, cy = at[0].split(",")
                 parts.append(f'<circle cx="{cx}" cy="{cy}" r="4" fill="{_colour(number)}"/>')
             else:
-                told = f' data-name="{html(name)}" data-values="{_values(piece)}"' if readable else ""
+                told = f' data-name="{html(isolated(name))}" data-values="{_values(piece)}"' if readable else ""
                 parts.append(f'<polyline class="series" {_stroke(number)} points="{" ".join(at)}"{told}/>')
     for number, pieces in enumerate(dots.values()):
         parts += [_mark(number, across(x), down(y), f"{x:.4g}, {y:.4g}") for piece in pieces for x, y in piece]
-    keys = [_key(f'<line class="series" x1="0" x2="36" y1="6" y2="6" {_stroke(n)}/>', s) for n, s in enumerate(lines)]
+    keys = [
+        _key(f'<line class="series" x1="0" x2="36" y1="6" y2="6" {_stroke(number)}/>', name)
+        for number, (name, pieces) in enumerate(lines.items())
+        if pieces
+    ]
     keys += [_key(_mark(number, 18, 6, ""), name) for number, (name, pieces) in enumerate(dots.items()) if pieces]
     drawing = svg(title, description, WIDTH, HEIGHT, parts, _room(y_ticks))
     if readable:
@@ -83,19 +90,21 @@ def line_chart(
 
 def bar_chart(title: str, description: str, bars: Mapping[str, float], label: str, even: float | None = None) -> Html:
     """One bar for each name, of a height from 0 up, and a line at `even`: where all would end if they were alike."""
-    ticks = linear_ticks([0.0, *bars.values(), *([] if even is None else [even])])
+    ticks = linear_ticks([0.0, *filter(math.isfinite, bars.values()), *([] if even is None else [even])])
     bottom, right, wide = TOP + PLOT_HEIGHT, LEFT + PLOT_WIDTH, PLOT_WIDTH / max(1, len(bars))
 
     def down(y: float) -> float:
         return TOP + PLOT_HEIGHT * (1 - _share(y, ticks, False))
 
-    parts = _scale(ticks, down, label)
+    parts, foot = _scale(ticks, down, label), down(0)
     every = -(-len(bars) // 16)  # names that find room
     for number, (name, value) in enumerate(bars.items()):
+        if not math.isfinite(value):
+            continue
         x, y = LEFT + number * wide, down(value)
         parts.append(
             f'<rect class="bar" x="{x + wide * 0.1:.1f}" y="{y:.1f}" width="{wide * 0.8:.1f}" '
-            f'height="{bottom - y:.1f}"><title>{html(name)}: {value:.4g}</title></rect>'
+            f'height="{foot - y:.1f}"><title>{html(name)}: {value:.4g}</title></rect>'
         )
         if number % every == 0:
             parts.append(f'<text x="{x + wide / 2:.1f}" y="{bottom + 20}" text-anchor="middle">{html(name)}</text>')
@@ -134,15 +143,16 @@ def svg(title: str, description: str, width: float, height: float, parts: Sequen
 
 
 def linear_ticks(values: Sequence[float]) -> list[float]:
-    """Round numbers, about five steps apart, that enclose the values."""
+    """Round numbers, about five steps apart, that enclose the values; none is below 0 unless a value is."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # alike, as far as a chart can tell
+        wider = max(0.5, 1e-3 * abs(high))
+        low, high = low - wider if low < 0 else max(0.0, low - wider), high + wider
     raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = power * min((1, 2, 5, 10), key=lambda m: abs(math.log(m * power / raw)))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(n * step, 12) for n in range(first, last + 1)]
+    return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:
@@ -165,9 +175,14 @@ def _share(value: float, ticks: Sequence[float], log: bool) -> float:
 
 def _drawable(points: Points, log_x: bool, log_y: bool) -> list[Points]:
     """Unbroken pieces of a series."""
-    fine = [math.isfinite(x) and math.isfinite(y) and (x > 0 or not log_x) and (y > 0 or not log_y) for x, y in points]
+    fine = [_fine(x, log_x) and _fine(y, log_y) for x, y in points]
     cuts = [-1, *(i for i, good in enumerate(fine) if not good), len(points)]
     return [points[a + 1 : b] for a, b in pairwise(cuts) if b - a > 1]
+
+
+def _fine(value: float, log: bool) -> bool:
+    """Whether a value can be drawn: beyond these bounds differences overflow, and not a number is within none."""
+    return (1 / _MOST if log else -_MOST) < value < _MOST
 
 
 def _values(points: Points) -> str:
@@ -193,4 +208,4 @@ def _mark(number: int, x: float, y: float, says: str) -> str:
 
 
 def _key(drawing: str, name: str) -> str:
-    return f'<li><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html(name)}</li>'
+    return f'<li><svg viewBox="0 0 36 12" aria-hidden="true">{drawing}</svg>{html(isolated(name))}</li>'

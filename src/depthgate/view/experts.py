@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.routing import Groups, Plan, Plans, Slots, Soft
 
 _OTHER = "the plans are of another model: they do not fit its layers"
@@ -19,6 +19,11 @@ class ExpertLayer:
     experts: int
     null_experts: int
     choices: list[list[int]]  # of each token, the experts that it went to; none where it skipped the layer
+
+    @property
+    def used(self) -> int:
+        """How many tokens came."""
+        return sum(bool(chosen) for chosen in self.choices)
 
     @property
     def counts(self) -> Counter[int]:
@@ -55,9 +60,12 @@ class SlotLayer:
     load: list[float]  # of each expert, its share in what the tokens get back, the mean over tokens
 
 
-def expert_layers(kinds: Sequence[str], plans: Plans, tokens: int) -> list[ExpertLayer]:
+def expert_layers(
+    kinds: Sequence[str], plans: Plans, tokens: int, experts: tuple[int, int] = (0, 0)
+) -> list[ExpertLayer]:
     """From the plans of one row of a batch by a model with layers of these kinds. Within a mode layer the experts see
-    only the tokens that enter it."""
+    only the tokens that enter it; where none does there is no plan, and `experts` says how many wait, and how many of
+    them are null."""
     left = list(plans)
     found = []
     for number, kind in enumerate(kinds, 1):
@@ -73,7 +81,7 @@ def expert_layers(kinds: Sequence[str], plans: Plans, tokens: int) -> list[Exper
                 raise DepthgateError(_OTHER)
             found.append(_chosen(number, plan, entering, tokens))
         elif kind == "mode":
-            found.append(ExpertLayer(number, 0, 0, [[] for _ in range(tokens)]))
+            found.append(ExpertLayer(number, *experts, [[] for _ in range(tokens)]))
     if left:
         raise DepthgateError(_OTHER)
     return found
@@ -131,6 +139,8 @@ def plan_experts(number: int, plan: Plan, row: int) -> ExpertLayer | SlotLayer |
 
 def check_grid(grid: tuple[int, int] | None, plans: Sequence[Soft | SlotLayer]) -> tuple[int, int] | None:
     """Rows and columns of an image's patches, which must be as many as there are tokens."""
+    for number, side in zip(grid or (), ("rows of grid", "columns of grid"), strict=False):
+        check_count(number, side)
     for plan in plans:
         tokens = plan.into.shape[1] if isinstance(plan, Soft) else len(plan.into[0])
         if grid is not None and grid[0] * grid[1] != tokens:

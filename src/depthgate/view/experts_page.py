@@ -1,5 +1,6 @@
 """Sections of a page: which experts tokens chose, and how the slots of Soft MoE look at tokens or patches."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.experts import ExpertLayer, SlotLayer
 from depthgate.view.page import Html
-from depthgate.view.tokens import visible
+from depthgate.view.tokens import isolated, visible
 
 _FORMS = 4  # tokens named for each expert
 _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
@@ -22,18 +23,20 @@ def experts_section(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None)
     heads = ("layer", "tokens", "experts", "busiest", "idlest", "as spread as", "null share")
     rows = []
     for e in layers:
-        used = sum(bool(chosen) for chosen in e.choices)
-        busy = (f"{max(e.load):.1%}", f"{min(e.load):.1%}") if e.experts else ("-", "-")
+        if not e.used:
+            rows.append([e.layer, "no token came", e.experts, *["-"] * (len(heads) - 3)])
+            continue
+        busy = (f"{max(e.load):.1%}", f"{min(e.load):.1%}")
         null = f"{e.null_share:.1%}" if e.null_experts else "no null experts"
-        rows.append([e.layer, f"{used:,}", e.experts, *busy, f"{e.effective:.1f} experts", null])
+        rows.append([e.layer, f"{e.used:,}", e.experts, *busy, f"{e.effective:.1f} experts", null])
     about = (
         "Shares are of all choices of experts that tokens made. As spread as: how many experts, all used alike, would "
         "be as evenly used. Null share: choices that compute nothing."
     )
     parts: list[object] = [pages.table(heads, rows, about)]
-    parts.append(pages.row([_load(layer) for layer in layers if layer.experts]))
+    parts.append(pages.row([_load(layer) for layer in layers if layer.used]))
     if tokens is not None:
-        parts += [_forms(layer, tokens) for layer in layers if len(layer.choices) == len(tokens) and layer.experts]
+        parts += [_forms(layer, tokens) for layer in layers if len(layer.choices) == len(tokens) and layer.used]
     return pages.join(parts)
 
 
@@ -58,11 +61,12 @@ def _forms(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
     lines = []
     for expert in sorted(chose):
         ranked = sorted(chose[expert].items(), key=lambda item: (-item[1] / (times[item[0]] + 3), item[0]))
-        said = [f"{visible(token)} {count} of {times[token]}" for token, count in ranked[:_FORMS]]
+        said = [f"{isolated(visible(token))} {n} of {times[token]}" for token, n in ranked[:_FORMS]]
         name = "null" if expert == layer.experts else str(expert)
         lines.append([name, f"{chose[expert].total():,}", *said, *[""] * (_FORMS - len(said))])
     about = f"Layer {layer.layer}: the tokens that most surely go to each expert, and how often they do."
-    return pages.table(("expert", "tokens", *["token, times"] * _FORMS), lines, about)
+    heads = ("expert", "tokens", *["token, times"] * _FORMS)
+    return pages.table(heads, lines, about, f"Table: tokens of the experts of layer {layer.layer}")
 
 
 def slots_section(layers: Sequence[SlotLayer], grid: tuple[int, int] | None) -> Html:
@@ -78,7 +82,10 @@ def slots_section(layers: Sequence[SlotLayer], grid: tuple[int, int] | None) -> 
         )
         for layer in layers
     ]
+    odd = sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row)
     parts: list[object] = [pages.row(bars)]
+    if odd:
+        parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
     drawn = [layer for layer in layers if len(layer.into) * len(layer.into[0]) <= _MOST_CELLS]
     for layer in drawn:
         parts.append(_slot_map(layer, grid or (1, len(layer.into[0])), patches=grid is not None))
@@ -96,7 +103,7 @@ def _slot_map(layer: SlotLayer, grid: tuple[int, int], patches: bool) -> Html:
         "columns": grid[1],
         "slots": layer.slots,
         "what": "patch" if patches else "token",
-        "into": [[float(f"{weight:.3g}") for weight in row] for row in layer.into],
+        "into": [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in layer.into],
     }
     cells = len(layer.into) * len(layer.into[0])
     label = f"Slot maps of layer {layer.layer}: {len(layer.into)} slots over {grid[0]} by {grid[1]}"

@@ -1,6 +1,7 @@
 """The same as pictures for papers and notebooks, by matplotlib."""
 
 import io
+import math
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from depthgate.view.plans import Grid, Seen
 from depthgate.view.routes import Routes
 from depthgate.view.runs import Run
 from depthgate.view.runs_page import lines, resume_marks, shares, unit
-from depthgate.view.tokens import visible
+from depthgate.view.tokens import headings
 
 # skipped; by the top k alone; by the causal rule alone; by both: the colours of the pages
 _CELLS = ("#eef1f4", "#187a4b", "#b4480f", "#1f5fbf")
@@ -53,14 +54,17 @@ def save(figure: Any, png: str | None, svg: str | None) -> None:
 
 def plans_figure(found: Seen, grid: Grid | None) -> Any:
     """A panel for each layer with experts, and one map for all layers that tokens skip."""
+    busy = [layer for layer in found.experts if layer.used]  # no panel where no token came
+    if not (found.routes or busy or found.slots):
+        raise DepthgateError("no token came to any expert: there is nothing to draw")
     rows = (0.3 * len(found.routes.layers) + 1.6) if found.routes else 0.0
-    heights = [rows] * bool(found.routes) + [2.4] * len(found.experts)
+    heights = [rows] * bool(found.routes) + [2.4] * len(busy)
     heights += [_slots_height(layer, grid) for layer in found.slots]
     figure = new_figure(9, sum(heights))
     parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
     if found.routes:
         _draw_map(parts.pop(0), found.routes)
-    for layer in found.experts:
+    for layer in busy:
         _draw_load(parts.pop(0).add_subplot(), layer)
     for slots in found.slots:
         _draw_slots(parts.pop(0), slots, grid)
@@ -83,7 +87,7 @@ def _draw_map(part: Any, found: Routes) -> None:
     axes.imshow(cells, cmap=ListedColormap(_CELLS), vmin=0, vmax=3, aspect="auto", interpolation="nearest")
     axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.layers)
     if len(found.tokens) <= _NAMED:
-        names = [visible(token) for token in found.tokens]
+        names = headings(found.tokens)
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
     else:
         axes.set_xlabel("token")
@@ -120,7 +124,7 @@ def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
         axes.set(title=f"layer {layer.layer}: how much of each token a slot holds", xlabel="token", ylabel="slot")
         return
     part.suptitle(f"layer {layer.layer}: how much of each patch a slot holds", fontsize=10)
-    high = max(max(row) for row in layer.into)
+    high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
     for number, axes in enumerate(part.subplots(*_slots_shape(layer), squeeze=False).flat):
         axes.set_axis_off()
         if number < len(layer.into):
@@ -132,27 +136,44 @@ def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
 
 def runs_figure(runs: Sequence[Run]) -> Any:
     """Loss against steps and FLOPs, routed share, throughput."""
-    figure = new_figure(10, 7)
+    figure = new_figure(10, 7 + 0.2 * len(runs))
     panels = figure.subplots(2, 2)
     for axes, axis in zip(panels[0], ("step", "flops"), strict=True):
         _draw_lines(axes, lines(runs, axis, "loss")[0])
         for number, points in enumerate(resume_marks(runs, axis).values()):
             if points:
-                axes.plot(*zip(*points, strict=True), "D", color=f"C{number}", markersize=5, label="resumed")
+                axes.plot(*zip(*points, strict=True), "D", color=f"C{number}", markersize=5)
         axes.set(xlabel=unit(runs, axis)[1], ylabel="training loss, nats a token")
-    _draw_lines(panels[1][0], shares(runs, "step"))
-    panels[1][0].set(xlabel="steps", ylabel="routed share", ylim=(0, None))
+    drawn = _draw_lines(panels[1][0], shares(runs, "step"))
+    panels[1][0].set(xlabel="steps", ylabel="routed share")
+    if len(runs) == 1 and drawn:  # lines of layers, and not of runs
+        _legend(panels[1][0], drawn, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
     _draw_lines(panels[1][1], lines(runs, "step", "tokens_per_second")[0])
-    panels[1][1].set(xlabel="steps", ylabel="tokens a second", ylim=(0, None))
+    panels[1][1].set(xlabel="steps", ylabel="tokens a second")
+    for axes in panels[1]:  # from 0 to above the highest: no line lies on the border
+        axes.set_ylim(0, 1.08 * max((y for line in axes.lines for y in line.get_ydata() if y == y), default=1) or 1)
+    from matplotlib.lines import Line2D
+
+    keys = {run.name: Line2D([], [], color=f"C{number}") for number, run in enumerate(runs)}
+    if any(run.resumed for run in runs):
+        keys["resumed"] = Line2D([], [], color="gray", marker="D", linestyle="none")
+    _legend(figure, keys, loc="outside lower center", ncols=min(4, max(1, 100 // max(map(len, keys)))))
     return figure
 
 
-def _draw_lines(axes: Any, found: Any) -> None:
-    for name, points in found.items():
-        if points:
-            (line,) = axes.plot(*zip(*points, strict=True), linewidth=1.4)
-            line.set_label(f" {name}")  # a name that begins with _ would be left out
+def _draw_lines(axes: Any, found: Any) -> dict[str, Any]:
+    """Lines by name; one without points keeps its colour from others."""
+    drawn = {
+        name: axes.plot(*zip(*points, strict=True), linewidth=1.4, color=f"C{number}")[0]
+        for number, (name, points) in enumerate(found.items())
+        if points
+    }
     axes.grid(alpha=0.3)
-    if any(found.values()):
-        for text in axes.legend(frameon=False, fontsize=8).get_texts():
-            text.set_parse_math(False)
+    return drawn
+
+
+def _legend(where: Any, keys: dict[str, Any], **how: Any) -> None:
+    """Beside the curves, and not over them. Names are no formulas."""
+    names = [f" {name}" for name in keys]  # one that begins with _ would be left out
+    for text in where.legend(list(keys.values()), names, frameon=False, fontsize=8, **how).get_texts():
+        text.set_parse_math(False)

@@ -4,8 +4,9 @@
   const canvas = document.getElementById("map"), said = document.getElementById("said");
   const T = data.tokens.length, L = data.layers.length;
   const LEFT = 44, TOP = 22, ROW = 22;
-  let from = 0, to = T, at = { t: 0, l: 0 }, pinned = false, base = null, waiting = false;
+  let from = 0, to = T, at = { t: 0, l: 0 }, pinned = false, base = null, waiting = false, drag = null;
 
+  const number = (packed) => packed === null ? "not a number" : packed / 10000;
   const on = (rows, l, t) => rows[l][t] === "1";
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
@@ -45,7 +46,7 @@
     g.textAlign = "center";
     g.fillStyle = text;
     if (across >= 14) {
-      for (let t = from; t < to; t++) g.fillText([...data.tokens[t]].slice(0, Math.floor(across / 7)).join(""), LEFT + (t - from + .5) * across, TOP / 2);
+      for (let t = from; t < to; t++) g.fillText([...(data.heads[t] ?? data.tokens[t])].slice(0, Math.floor(across / 7)).join(""), LEFT + (t - from + .5) * across, TOP / 2);
     } else {
       g.fillStyle = quiet;
       g.textAlign = "left";
@@ -72,8 +73,9 @@
   function tell() {
     const { t, l } = at, a = on(data.causal, l, t), b = on(data.top_k, l, t);
     const how = a && b ? "routed" : a ? "routed causally, not by the top k" : b ? "skipped causally, but in the top k" : "skipped";
-    const gate = a || data.gates[l][t] ? ", gate " + data.gates[l][t] : "";
-    said.textContent = `Token ${t} "${data.tokens[t]}", layer ${data.layers[l]}: ${how}, score ${data.scores[l][t]}${gate}`;
+    const gate = a || data.gates[l][t] !== 0 ? ", gate " + number(data.gates[l][t]) : "", name = document.createElement("bdi");
+    name.textContent = data.tokens[t];  // whichever way it runs, the rest stays in order
+    said.replaceChildren(`Token ${t} "`, name, `", layer ${data.layers[l]}: ${how}, score ${number(data.scores[l][t])}${gate}`);
     if (!waiting) { waiting = true; requestAnimationFrame(mark); }
   }
 
@@ -85,33 +87,57 @@
     return { t: Math.max(from, Math.min(to - 1, t)), l };
   }
 
+  // Whether there was anything to move to: where not, the window may scroll.
+  function view(start, span) {
+    const first = Math.max(0, Math.min(T - span, Math.round(start)));
+    if (first === from && first + span === to) return false;
+    from = first;
+    to = first + span;
+    paint();
+    return true;
+  }
+
   function zoom(factor, centre) {
     const span = Math.max(Math.min(8, T), Math.min(T, Math.round((to - from) * factor)));
-    const share = (centre - from) / Math.max(1, to - from);
-    from = Math.max(0, Math.min(T - span, Math.round(centre - share * span)));
-    to = from + span;
-    paint();
+    return view(centre - (centre - from) / Math.max(1, to - from) * span, span);
   }
 
   function show(t) {
-    const span = to - from;
     at.t = t;
-    if (t < from || t >= to) {
-      from = Math.max(0, Math.min(T - span, t - (span >> 1)));
-      to = from + span;
-      paint();
-    }
+    if (t < from || t >= to) view(t - ((to - from) >> 1), to - from);
     tell();
   }
 
-  canvas.addEventListener("mousemove", (event) => { const found = !pinned && place(event); if (found) { at = found; tell(); } });
-  canvas.addEventListener("click", (event) => { const found = place(event); if (found) { at = found; pinned = !pinned; tell(); } });
+  canvas.addEventListener("pointerdown", (event) => {
+    if (event.button === 0) drag = { x: event.clientX, from, moved: false };
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    if (drag && event.buttons) {
+      const x = event.clientX - drag.x;
+      if (!drag.moved && Math.abs(x) < 5) return;  // a click may tremble
+      if (!drag.moved) canvas.setPointerCapture(event.pointerId);
+      drag.moved = true;
+      view(drag.from - x / step(), to - from);
+      return;
+    }
+    const found = !pinned && place(event);
+    if (found) { at = found; tell(); }
+  });
+  canvas.addEventListener("click", (event) => {
+    const moved = drag?.moved, found = place(event);
+    drag = null;
+    if (found && !moved) { at = found; pinned = !pinned; tell(); }
+  });
+  canvas.addEventListener("pointercancel", () => { drag = null; });
   canvas.addEventListener("wheel", (event) => {
-    const found = place(event);
-    if (!found) return;
-    event.preventDefault();
-    zoom(event.deltaY > 0 ? 1.25 : 0.8, found.t);
+    const found = place(event), { deltaX, deltaY, shiftKey } = event;
+    if (!found || event.ctrlKey) return;  // with ctrl the whole page is zoomed
+    const along = shiftKey || Math.abs(deltaX) > Math.abs(deltaY), far = (along && deltaX) || deltaY;
+    const moved = along ? view(from + Math.sign(far) * Math.max(1, Math.abs(far) / step()), to - from)
+      : zoom(far > 0 ? 1.25 : 0.8, found.t);
+    if (moved) event.preventDefault();
   }, { passive: false });
+  canvas.addEventListener("focus", tell);
   canvas.addEventListener("keydown", (event) => {
     const { key } = event, move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
     if (move) { at.l = Math.max(0, Math.min(L - 1, at.l + move[1])); show(Math.max(0, Math.min(T - 1, at.t + move[0]))); }
@@ -124,7 +150,7 @@
   });
   document.getElementById("closer").addEventListener("click", () => zoom(0.5, at.t));
   document.getElementById("wider").addEventListener("click", () => zoom(2, at.t));
-  document.getElementById("whole").addEventListener("click", () => { from = 0; to = T; paint(); });
+  document.getElementById("whole").addEventListener("click", () => view(0, T));
   document.addEventListener("click", (event) => {
     const span = event.target.closest("pre [data-t]");
     if (span) show(Number(span.dataset.t));

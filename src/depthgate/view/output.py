@@ -1,16 +1,30 @@
 """Where pages and pictures go: checked before any work is done, and written whole or not at all."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from depthgate.errors import DepthgateError
 
 
+def check_outs(paths: Sequence[str | None]) -> list[Path]:
+    """The files that are named, if they may be some and none is named twice."""
+    outs = [check_out(Path(path)) for path in paths if path is not None]
+    if len({os.path.realpath(out) for out in outs}) < len(outs):
+        raise DepthgateError("two outputs have one name: give each a file of its own")
+    return outs
+
+
 def check_out(path: Path) -> Path:
     """The file, if it may be one."""
-    if path.is_dir() or not path.parent.is_dir():
+    real = Path(os.path.realpath(path))  # a link stays, and what it names is written
+    if path.is_dir() or not real.parent.is_dir():
         raise DepthgateError(f"out is {path}: name a file in a folder that exists")
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    # A page takes the place of what was there: a device or a pipe would be gone, and so would a stream of the system.
+    stream = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
+    if stream or (path.exists() and not path.is_file()):
+        raise DepthgateError(f"out is {path}: it is no regular file, name another")
+    if not os.access(real.parent, os.W_OK) or (real.exists() and not os.access(real, os.W_OK)):
         raise DepthgateError(f"cannot write {path} (Permission denied): name another file")
     return path
 
@@ -18,7 +32,7 @@ def check_out(path: Path) -> Path:
 def write(path: Path, content: str | bytes) -> None:
     """What `replace` does, for a file that the user has named."""
     try:
-        replace(path, content)
+        replace(Path(os.path.realpath(check_out(path))), content)
     except OSError as error:
         raise DepthgateError(f"cannot write {path} ({error.strerror}): name another file") from None
 

@@ -25,6 +25,11 @@ def join(parts: Sequence[object]) -> Html:
     return Html("\n".join(html(part) for part in parts))
 
 
+def note(*parts: object) -> Html:
+    """Something that a reader should know before all else."""
+    return paragraph(Html("<strong>Note.</strong> "), *parts)
+
+
 def paragraph(*parts: object) -> Html:
     """One paragraph; its parts follow each other without a gap."""
     return Html(f"<p>{''.join(html(part) for part in parts)}</p>")
@@ -53,25 +58,31 @@ _POLICY = (
 
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
     """A whole document: heading -> body, in order. A body under the heading "" stands straight below the title. A
-    `live` page asks whoever served it for news, and puts them in place of its own."""
+    `live` page asks whoever served it for news, and puts them in place of its own; it says so where it cannot."""
     body = join(
         [
             Html(f"<section>{f'<h2>{html(heading)}</h2>' if heading else ''}\n{html(content)}\n</section>")
             for heading, content in sections.items()
         ]
     )
+    status = '<p id="live" role="status"></p>\n'
     policy = f"{_POLICY}; connect-src 'self'" if live else _POLICY
     return Html(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html(title)}</title>\n'
-        f"<style>{asset('style.css')}</style>\n</head>\n<body>\n<main>\n<h1>{html(title)}</h1>\n{body}\n</main>\n"
+        f"<style>{asset('style.css')}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{html(title)}</h1>\n{status if live else ''}{body}\n</main>\n"
         f"{script('live.js') if live else ''}</body>\n</html>\n"
     )
 
 
-def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: object = "") -> Html:
-    """A table whose first column names its rows. A window narrower than the table scrolls it."""
+def table(
+    headers: Sequence[object], rows: Sequence[Sequence[object]], caption: object = "", name: str | None = None
+) -> Html:
+    """A table whose first column names its rows. A window narrower than the table scrolls it. `name` tells it from
+    others of the same columns."""
+    label = name or f"Table: {', '.join(str(header) for header in headers if not isinstance(header, Html) and header)}"
     head = "".join(f'<th scope="col">{html(header)}</th>' for header in headers)
     lines = [
         f'<tr><th scope="row">{html(first)}</th>{"".join(f"<td>{html(cell)}</td>" for cell in rest)}</tr>'
@@ -79,7 +90,7 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: 
     ]
     # Focusable, so that the keyboard can scroll it. The caption stays outside: it is to wrap, not to scroll.
     return Html(
-        f'<figure><div class="wide" tabindex="0" role="region" aria-label="Table"><table>\n'
+        f'<figure><div class="wide" tabindex="0" role="region" aria-label="{html(label)}"><table>\n'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody></table></div>\n"
         f"{f'<figcaption>{html(caption)}</figcaption>' if caption else ''}</figure>"
     )
@@ -97,5 +108,5 @@ def script(name: str) -> Html:
 
 def data(name: str, value: object) -> Html:
     """Plain data for a script. Inside a script element only "<" could end it; JSON reads it back from its escape."""
-    text = json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{html(name)}">{text}</script>')

@@ -16,7 +16,7 @@ from depthgate.routing import Plans, Slots
 class Routes:
     """T tokens and L routed layers; each list of lists is (L, T)."""
 
-    tokens: list[str]
+    tokens: list[str]  # bytes that are no text alone are escaped: see view.tokens
     layers: list[int]  # the numbers of the routed layers, from 1
     depth: int  # layers in all
     scores: list[list[float]]
@@ -39,6 +39,11 @@ class Routes:
     def shares(self, choice: list[list[bool]]) -> list[float]:
         """The share of the tokens that each layer took."""
         return [sum(row) / max(1, len(row)) for row in choice]
+
+    @property
+    def odd(self) -> int:
+        """How many scores and gates are no finite numbers."""
+        return sum(not math.isfinite(x) for rows in (self.scores, self.gates) for row in rows for x in row)
 
     @property
     def agreement(self) -> list[float]:
@@ -106,7 +111,7 @@ def token_gates(plan: Slots) -> Tensor:
 
 
 def _numbers(values: Tensor) -> list[float]:
-    return [round(float(value), 4) if math.isfinite(value) else 0.0 for value in values.float().tolist()]
+    return [round(float(value), 4) for value in values.float().tolist()]
 
 
 def routes_of_plans(

@@ -11,26 +11,28 @@ from depthgate.view.experts import ExpertLayer, SlotLayer
 from depthgate.view.experts_page import experts_section, slots_section
 from depthgate.view.page import Html
 from depthgate.view.routes import Routes
-from depthgate.view.tokens import routed_text, visible
+from depthgate.view.tokens import count, headings, isolated, pieces, routed_text, visible
 
 _BINS = 24
 _MAP = (
     "Layers down, tokens across. Full cells: routed by the causal rule and by the top k. Orange: by the causal rule "
     "alone. Low green bars: by the top k alone. Point at a cell, or use the arrow keys; + and - or the wheel zoom, "
-    "Home and End go to the ends, a click holds a cell, a click on a token of the text above shows it here."
+    "dragging or a sideways wheel moves along, Home and End go to the ends, a click holds a cell, a click on a token "
+    "of the text above shows it here."
 )
 
 
-def routes_page(title: str, about: str, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
+def routes_page(title: str, about: object, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
     """The whole page of a text."""
-    sections: dict[str, object] = {"": pages.paragraph(about)}
+    sections: dict[str, object] = {"": pages.join([about, *_odd(found)])}
     if found.layers:
         through = [found.through(t) for t in range(len(found.tokens))]
         sections["The text, by depth"] = routed_text(found.tokens, through, found.layers)
         sections |= _routing(found)
         sections["Which tokens go deep"] = _deep(found)
     else:
-        sections["The text"] = pages.preformatted(visible("".join(found.tokens), kept=" \n"))
+        text = "".join(piece.text for piece in pieces(found.tokens))
+        sections["The text"] = pages.preformatted(visible(text, kept=" \n"))
         sections["Routing"] = pages.paragraph("This model has no routed layers: every token goes through all of them.")
     if experts:
         sections["Experts"] = experts_section(experts, found.tokens)
@@ -48,7 +50,7 @@ def plans_page(
     about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
     sections: dict[str, object] = {"": pages.paragraph(about)}
     if found is not None:
-        sections |= _routing(found)
+        sections |= {"": pages.join([sections[""], *_odd(found)]), **_routing(found)}
     if experts:
         sections["Experts"] = experts_section(experts, tokens)
     if slots:
@@ -61,16 +63,19 @@ def _routing(found: Routes) -> dict[str, object]:
 
 
 def _map(found: Routes) -> Html:
+    shown, heads = pieces(found.tokens), headings(found.tokens)
     data = {
-        "tokens": [visible(token) for token in found.tokens],
+        "tokens": [piece.label for piece in shown],
+        "heads": {t: head for t, (head, piece) in enumerate(zip(heads, shown, strict=True)) if head != piece.label},
         "layers": found.layers,
-        "scores": found.scores,
-        "gates": found.gates,
+        "scores": [_packed(row) for row in found.scores],
+        "gates": [_packed(row) for row in found.gates],
         "causal": ["".join(map(str, map(int, row))) for row in found.causal],
         "top_k": ["".join(map(str, map(int, row))) for row in found.top_k],
     }
     cells = len(found.tokens) * len(found.layers)
-    label = f"Map of {len(found.layers)} layers and {len(found.tokens)} tokens; arrow keys move, plus and minus zoom"
+    size = f"{count(len(found.layers), 'layer')} and {count(len(found.tokens), 'token')}"
+    label = f"Map of {size}; arrow keys move, plus and minus zoom"
     return Html(
         '<figure><p class="tools"><button id="closer">Zoom in</button> <button id="wider">Zoom out</button> '
         '<button id="whole">Whole text</button></p>'
@@ -81,6 +86,23 @@ def _map(found: Routes) -> Html:
         f"<figcaption>{pages.html(_MAP)}</figcaption></figure>\n"
         f"{pages.data('routes', data)}\n{pages.script('map.js')}"
     )
+
+
+def _packed(row: Sequence[float]) -> list[int | None]:
+    """Ten-thousandths, which are shorter than decimals; nothing where there is no number."""
+    return [round(x * 10_000) if math.isfinite(x) else None for x in row]
+
+
+def _mean(values: Sequence[float]) -> str:
+    known = [x for x in values if math.isfinite(x)]
+    return f"{fmean(known):.3f}" if known else "-"
+
+
+def _odd(found: Routes) -> list[object]:
+    if not found.odd:
+        return []
+    said = "of the scores and gates is not a number" if found.odd == 1 else "of the scores and gates are not numbers"
+    return [pages.note(f"{found.odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")]
 
 
 def _layers(found: Routes) -> Html:
@@ -97,8 +119,7 @@ def _layers(found: Routes) -> Html:
     lines = []
     for i, (layer, *figures) in enumerate(zip(found.layers, *shares, strict=True)):
         gates = [gate for gate, on in zip(found.gates[i], found.causal[i], strict=True) if on]
-        mean = f"{fmean(gates):.3f}" if gates else "-"
-        lines.append([layer, *(f"{figure:.1%}" for figure in figures), f"{fmean(found.scores[i]):.3f}", mean])
+        lines.append([layer, *(f"{figure:.1%}" for figure in figures), _mean(found.scores[i]), _mean(gates)])
     about = (
         "Rule right: for how many tokens the causal rule (the predictor, where that is the rule) says what the top k "
         "says of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the "
@@ -114,19 +135,23 @@ def _layers(found: Routes) -> Html:
 
 
 def _histograms(found: Routes) -> Html:
-    return pages.row([_histogram(layer, scores) for layer, scores in zip(found.layers, found.scores, strict=True)])
+    known = [[score for score in scores if math.isfinite(score)] for scores in found.scores]
+    drawn = [(layer, scores) for layer, scores in zip(found.layers, known, strict=True) if scores]
+    return pages.row([_histogram(*each) for each in drawn] or [pages.paragraph("No score is a finite number.")])
 
 
 def _histogram(layer: int, scores: Sequence[float]) -> Html:
     low, high = min(scores), max(scores)
-    step = (high - low) / _BINS or 1.0
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    step = (high - low) / _BINS
     counts = [0] * _BINS
     for score in scores:
         counts[min(_BINS - 1, int((score - low) / step))] += 1
     outline = [(low, 0.0)]
-    for i, count in enumerate(counts):
-        outline += [(low + i * step, float(count)), (low + (i + 1) * step, float(count))]
-    about = f"How many of the {len(scores):,} tokens have which score."
+    for i, many in enumerate(counts):
+        outline += [(low + i * step, float(many)), (low + (i + 1) * step, float(many))]
+    about = f"How many of {count(len(scores), 'token')} have which score."
     return charts.line_chart(f"Layer {layer}", about, {"tokens": [*outline, (high, 0.0)]}, "router score", "tokens")
 
 
@@ -137,13 +162,15 @@ def _deep(found: Routes) -> Html:
         by_form[token].append(depth)
     known = sorted(((fmean(d), len(d), form) for form, d in by_form.items() if len(d) >= 3), reverse=True)
     picked = known if len(known) <= 20 else [*known[:10], *known[-10:]]
-    lines = [[visible(form), count, f"{mean:.2f}"] for mean, count, form in picked]
+    lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
     about = "The ten deepest and the ten shallowest of those that occur at least three times."
     forms: list[object] = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
     size = max(1, len(depths) // 60)
     by_place = [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]
     parts = [
-        charts.line_chart("By position", f"Means of {size} tokens.", {"layers": by_place}, "token", "layers, mean")
+        charts.line_chart(
+            "By position", f"Means of {count(size, 'token')}.", {"layers": by_place}, "token", "layers, mean"
+        )
     ]
     losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
     if len(losses) >= 20:

@@ -9,10 +9,12 @@ from statistics import fmean, median
 from typing import Any
 
 from depthgate.errors import DepthgateError
+from depthgate.view.tokens import short
 
 METRICS, CONFIG = "metrics.jsonl", "config.json"
 AXES = ("step", "tokens", "flops", "seconds")
 LAST = 20  # steps that the loss at the end is the mean of
+_MOST = 1e100  # sums of larger numbers overflow
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
 
@@ -55,23 +57,27 @@ class Run:
         }
 
 
-def read_runs(folders: Sequence[str]) -> list[Run]:
-    """Runs under names that tell them apart: of their folders, with as much of the path as that takes."""
+def read_runs(folders: Sequence[str], started: bool = False) -> list[Run]:
+    """Runs under names that tell them apart: of their folders, with as much of the path as that takes. `started`: they
+    may have nothing but a configuration yet."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
-        check_run(path)
+        check_run(path, started)
     parts = [path.absolute().parts for path in paths]
     depth = next((n for n in range(1, max(map(len, parts))) if len({p[-n:] for p in parts}) == len(parts)), None)
     if depth is None:
         raise DepthgateError("a run is named twice: leave one out")
-    return [_read(path, "/".join(part[-depth:])) for path, part in zip(paths, parts, strict=True)]
+    names = [short("/".join(part[-depth:])) for part in parts]
+    for i, name in enumerate(names):  # what tells them apart may be what cannot be shown
+        names[i] = f"{name} ({i + 1})" if name in names[:i] else name
+    return [_read(path, name) for path, name in zip(paths, names, strict=True)]
 
 
-def check_run(path: Path) -> None:
+def check_run(path: Path, started: bool = False) -> None:
     """An error where a folder is no run."""
     if not path.is_dir():
         raise DepthgateError(f"{path} is no folder: give a run of `depthgate train` (--model shows what a model does)")
-    if not (path / METRICS).is_file():
+    if not (path / METRICS).is_file() and not (started and "steps" in _asked(path / CONFIG, [])):
         raise DepthgateError(f"{path} is no run: it has no {METRICS}, which `depthgate train` writes")
 
 
@@ -79,6 +85,8 @@ def _read(path: Path, name: str) -> Run:
     notes: list[str] = []
     try:
         lines = (path / METRICS).read_bytes().split(b"\n")
+    except FileNotFoundError:
+        lines = []
     except OSError as error:
         raise DepthgateError(f"{path / METRICS} cannot be read ({error.strerror}): look at its rights") from None
     rows: list[Row] = []
@@ -108,17 +116,17 @@ def _row(line: bytes) -> Row | None:
         row: Row = {axis: _number(found[axis]) for axis in AXES}
         row |= {name: _number(found.get(name), missing=True) for name in ("loss", "lr", "tokens_per_second")}
         row["routed_share"] = [_number(share) for share in found.get("routed_share", [])]
-        row["step"] = int(row["step"])
+        row |= {"step": int(row["step"]), "tokens": int(row["tokens"])}
         return {**row, "resumed": found.get("resumed") is True}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
 
 
 def _number(value: Any, missing: bool = False) -> Any:
-    """A finite number, or None where that may be `missing`."""
+    """A number that one can reckon with, or None where that may be `missing`."""
     if value is None and missing:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST:
         raise ValueError(value)
     return value
 
@@ -127,6 +135,9 @@ def _asked(path: Path, notes: list[str]) -> Row:
     try:
         found = json.loads(path.read_bytes())
         if isinstance(found, dict) and isinstance(found.get("model", {}), dict):
+            if type(steps := found.pop("steps", None)) is int:
+                return {**found, "steps": steps}
+            notes.append(f"{path.name} does not say in a whole number how many steps were asked for")
             return found
     except (OSError, ValueError, RecursionError):
         pass

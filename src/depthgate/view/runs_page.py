@@ -7,6 +7,7 @@ from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.page import Html
 from depthgate.view.runs import AXES, LAST, Points, Run, curve
+from depthgate.view.tokens import isolated, short
 
 # axis -> what it is called, and its units, the largest first
 UNITS: dict[str, tuple[str, tuple[tuple[float, str], ...]]] = {
@@ -17,16 +18,16 @@ UNITS: dict[str, tuple[str, tuple[tuple[float, str], ...]]] = {
 }
 _ALIVE = (
     "This page follows the runs as long as the command that serves it; it looks every two seconds."
-    " Save it with --out to keep it."
+    " To keep one, write it with --out in place of --watch."
 )
 
 
 def runs_page(runs: Sequence[Run], live: bool = False) -> Html:
     """The whole page; a `live` one asks its server for news."""
-    names = ", ".join(run.name for run in runs)
+    names = ", ".join(isolated(run.name) for run in runs)
     about: list[object] = [pages.paragraph(_ALIVE)] if live else []
     notes = [(run.name, note) for run in runs for note in run.notes]
-    about += [pages.paragraph(Html("<strong>Note.</strong> "), f"{name}: {note}.") for name, note in notes]
+    about += [pages.note(f"{isolated(name)}: {note}.") for name, note in notes]
     sections: dict[str, object] = {"": pages.join([*about, _axis_buttons()])}
     drawn = [_loss, *[_shares] * any(run.layers for run in runs), _speed]
     sections["How they went"] = _switched(lambda axis: pages.row([chart(runs, axis) for chart in drawn]))
@@ -59,18 +60,14 @@ def resume_marks(runs: Sequence[Run], axis: str) -> dict[str, Points]:
 
 
 def shares(runs: Sequence[Run], axis: str) -> dict[str, Points]:
-    """Of a run alone each layer, of several the mean of the layers."""
+    """Of a run alone each layer, of several the mean of the layers: nothing for those that route nobody."""
     if len(runs) > 1:
-        routed = [run for run in runs if run.layers]
-        return {name: line for name, line in lines(runs, axis, "routed_share")[0].items() if name in _names(routed)}
+        found = lines(runs, axis, "routed_share")[0]
+        return {run.name: found[run.name] if run.layers else [] for run in runs}
     return {
         f"routed layer {i + 1}": next(iter(lines(runs, axis, f"routed_share/{i}")[0].values()))
         for i in range(runs[0].layers)
     }
-
-
-def _names(runs: Sequence[Run]) -> set[str]:
-    return {run.name for run in runs}
 
 
 def _means(size: int) -> str:
@@ -126,10 +123,16 @@ def _table(runs: Sequence[Run]) -> Html:
         end += [_shown(at["flops"], ".3g"), _shown(at["seconds"], ",.1f"), _shown(at["tokens_per_second"], ",.0f")]
         again = ", ".join(map(str, at["resumed_after"])) or "-"
         rows.append(
-            [Html(f'<span class="name">{pages.html(run.name)}</span>'), model(run), *end, again, at["bad_steps"]]
+            [
+                Html(f'<span class="name">{pages.html(isolated(run.name))}</span>'),
+                model(run),
+                *end,
+                again,
+                at["bad_steps"],
+            ]
         )
     about = "Bad steps: those without a finite loss, which change nothing."
-    return pages.table((*heads, "resumed after step", "bad steps"), rows, about)
+    return pages.table((*heads, "resumed after step", "bad steps"), rows, about, "Where the runs stand")
 
 
 def model(run: Run) -> str:
@@ -137,7 +140,7 @@ def model(run: Run) -> str:
     m = run.asked.get("model", {})
     try:
         routed = f", capacity {m['capacity']:g}" if "mod" in str(m["pattern"]) or m["pattern"] == "random" else ""
-        return f"{m['layers']} x {m['dim']}, {m['pattern']}{routed}"
+        return short(f"{m['layers']} x {m['dim']}, {m['pattern']}{routed}")
     except (KeyError, TypeError, ValueError):
         return "unknown"
 

@@ -2,7 +2,7 @@
 document.querySelectorAll("canvas.slots").forEach((canvas) => {
   const data = JSON.parse(document.getElementById(canvas.dataset.from).textContent);
   const said = document.getElementById(canvas.dataset.from + "-said");
-  const { rows, columns, into } = data, most = Math.max(...into.map((row) => Math.max(...row)));
+  const { rows, columns, into } = data, most = Math.max(...into.map((row) => Math.max(...row))) || 1;  // null counts as 0
   const LABEL = 16, GAP = 10, flat = rows === 1;
   let at = { slot: 0, cell: 0 }, across = 1, cell = 8, high = 8, base = null;
 
@@ -33,7 +33,7 @@ document.querySelectorAll("canvas.slots").forEach((canvas) => {
     into.forEach((row, slot) => {
       const [x, y] = place(slot);
       row.forEach((weight, n) => {
-        g.fillStyle = shade(weight / most);
+        g.fillStyle = weight === null ? "#8a8f96" : shade(weight / most);
         g.fillRect(x + (n % columns) * cell, y + LABEL + Math.floor(n / columns) * high, cell + .3, high + .3);
       });
     });
@@ -55,7 +55,8 @@ document.querySelectorAll("canvas.slots").forEach((canvas) => {
   function tell() {
     const n = at.cell, weight = into[at.slot][n];
     const where = flat ? `${data.what} ${n}` : `${data.what} in row ${Math.floor(n / columns)}, column ${n % columns}`;
-    said.textContent = `${name(at.slot)}, ${where}: weight ${weight}, ${(weight * rows * columns).toFixed(2)} times an even share`;
+    const told = weight === null ? "weight not a number" : `weight ${weight}, ${(weight * rows * columns).toFixed(2)} times an even share`;
+    said.textContent = `${name(at.slot)}, ${where}: ${told}`;
     draw();
   }
 
@@ -77,6 +78,7 @@ document.querySelectorAll("canvas.slots").forEach((canvas) => {
     event.preventDefault();
     tell();
   });
+  canvas.addEventListener("focus", tell);
   window.addEventListener("resize", layout);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layout);
   layout();

@@ -1,6 +1,7 @@
 """Serves one page to this machine, made anew whenever what it shows has changed. Nothing else is served."""
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Hashable
 from http import HTTPStatus
@@ -8,32 +9,48 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 
 from depthgate.errors import DepthgateError
+from depthgate.view.page import page, paragraph
+from depthgate.view.tokens import visible
 
 HOST = "127.0.0.1"
 
 
 class Page:
     """The page as bytes with a tag of its content; made again when `state` says something new, but for a tenth of the
-    time at most: the run that is watched may need the machine."""
+    time at most: the run that is watched may need the machine. Where that fails, `wrong` says why, and the page too:
+    a run may be in the middle of anything, and is looked at again."""
 
     def __init__(self, state: Callable[[], Hashable], made: Callable[[], str]) -> None:
         self.state, self.made, self.lock = state, made, Lock()
         self.seen: Hashable = None
-        self.body, self.tag, self.rest = b"", "", 0.0
+        self.body, self.tag, self.wrong, self.rest = b"", "", "", 0.0
 
-    def now(self) -> tuple[bytes, str]:
+    def now(self) -> tuple[bytes, str, str]:
         with self.lock:
             state = self.state()
             start = time.monotonic()
-            if not self.tag or (state != self.seen and start >= self.rest):
-                self.body = self.made().encode(errors="replace")
+            if not self.tag or ((self.wrong or state != self.seen) and start >= self.rest):
+                self.body = self._made().encode(errors="replace")
                 self.seen, self.tag = state, f'"{hashlib.sha256(self.body).hexdigest()[:32]}"'
                 end = time.monotonic()
                 self.rest = end + 9 * (end - start)
-            return self.body, self.tag
+            return self.body, self.tag, self.wrong
+
+    def _made(self) -> str:
+        before = self.wrong
+        try:
+            made = self.made()
+            self.wrong = ""
+            return made
+        except Exception as error:  # whatever it is, the next look may find it mended
+            why = str(error) if isinstance(error, DepthgateError) else f"{type(error).__name__}: {error}"
+            self.wrong = f"cannot be read at the moment: {visible(why, kept=' ')}"
+        if self.wrong != before:
+            print(self.wrong, file=sys.stderr, flush=True)
+        return page("depthgate view", {"": paragraph(self.wrong)}, live=True)
 
 
-def server(page: Page, port: int) -> ThreadingHTTPServer:
+def server(shown: Page, port: int) -> ThreadingHTTPServer:
     """Listening already, on this machine alone; port 0 takes any that is free."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,12 +63,11 @@ def server(page: Page, port: int) -> ThreadingHTTPServer:
                 return self.send_error(HTTPStatus.FORBIDDEN)
             if self.path != "/":
                 return self.send_error(HTTPStatus.NOT_FOUND)
-            try:
-                body, tag = page.now()
-            except DepthgateError as error:
-                return self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=str(error))
-            same = self.headers.get("If-None-Match") == tag
-            self.send_response(HTTPStatus.NOT_MODIFIED if same else HTTPStatus.OK)
+            body, tag, wrong = shown.now()
+            same = not wrong and self.headers.get("If-None-Match") == tag
+            self.send_response(
+                HTTPStatus.SERVICE_UNAVAILABLE if wrong else HTTPStatus.NOT_MODIFIED if same else HTTPStatus.OK
+            )
             self.send_header("ETag", tag)
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
@@ -79,10 +95,9 @@ def server(page: Page, port: int) -> ThreadingHTTPServer:
         ) from None
 
 
-def serve(page: Page, port: int) -> None:
+def serve(shown: Page, port: int) -> None:
     """Until Ctrl-C."""
-    page.now()  # what is wrong is said here, and not to a browser
-    with server(page, port) as listening:
+    with server(shown, port) as listening:
         print(f"http://{HOST}:{listening.server_address[1]}/  (Ctrl-C ends it)", flush=True)
         try:
             listening.serve_forever(poll_interval=0.2)
