@@ -62,10 +62,10 @@ def test_models_that_cannot_be_routed_are_refused_by_name():
     quantised.config.quantization_config = {"quant_method": "bitsandbytes"}
     for model, why in [
         (nn.Linear(2, 2), "model is a Linear"),
-        (bert, "BertLMHeadModel cannot be routed: its decoder layers are not known to be called as layer"),
+        (bert, r"BertLMHeadModel \(bert\) cannot be routed: its layers do not take .*position_embeddings"),
         (t5, "reads an encoder's output"),
         (cross, "reads an encoder's output"),
-        (head, "LlamaForSequenceClassification cannot be routed"),
+        (head, "LlamaForSequenceClassification cannot be routed, only a LlamaForCausalLM"),
         (both_ways, "looks at later tokens"),
         (quantised, "quantised weights"),
         (routed("llama"), "routed already"),

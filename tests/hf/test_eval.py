@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from depthgate.cli import main
 from tests.hf.words import save_model, texts, write_text
-from tests.hf.zoo import routed
+from tests.hf.zoo import dense, routed
 
 
 @pytest.fixture(autouse=True)
@@ -65,6 +65,28 @@ def test_a_converted_model_is_at_first_the_dense_one_and_flops_follow_the_share(
     saved = 2 * (1 - share) * layer  # and of attention some more
     assert saved < dense["flops_per_token"] - less["flops_per_token"] < saved + 2 * 4 * 64 * 32
     assert evaluate(folder, text, capsys, "--seq", "64", "--tokens", "100")["tokens"] < less["tokens"]
+
+
+def test_bytes_do_not_depend_on_how_a_text_is_cut(tmp_path, capsys):
+    """A decoder that drops the space before the first word drops it once a document, not once a window."""
+    folder, text = save_model(tmp_path / "model"), write_text(tmp_path / "text.txt", documents=3, length=40)
+    said = json.loads((folder / "tokenizer.json").read_text())
+    words = {word if i < 3 else f"▁{word}": i for word, i in said["model"]["vocab"].items()}
+    said |= {"model": {**said["model"], "vocab": words}, "pre_tokenizer": {"type": "Metaspace", "replacement": "▁"}}
+    said |= {"decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}}
+    said["pre_tokenizer"] |= {"prepend_scheme": "always", "split": True}
+    (folder / "tokenizer.json").write_text(json.dumps(said))
+    size = len(text.read_bytes()) - 2 * len("<|endoftext|>")
+    assert [evaluate(folder, text, capsys, "--seq", n)["bytes"] for n in ("8", "64")] == [size, size]
+
+
+def test_weights_that_are_no_numbers_are_said(tmp_path, capsys):
+    folder, text = save_model(tmp_path / "model"), write_text(tmp_path / "text.txt", documents=2)
+    model = dense("llama")
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(folder)
+    assert main(["eval", "--model", str(folder), "--data", str(text), "--device", "cpu", "--json"]) == 2
+    assert "not finite" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,8 @@ def test_documents_begin_as_the_tokenizer_begins_them(home):
         (["--data", "nowhere"], "'nowhere' does not exist"),
         (["--seq", "500"], "room for 128 tokens"),
         (["--out", "model"], "which stays as it is"),
+        (["--out", "model/inside"], "which stays as it is"),
+        (["--teacher", "damaged"], "damaged/config.json cannot be loaded"),
         (["--model", "dense"], "no routed layers"),
         (["--teacher", "wide"], "they must have one vocabulary"),
         (["--loss", "text", "--teacher", "dense"], "needs no teacher"),
@@ -176,6 +178,8 @@ def test_what_is_wrong_is_said_and_nothing_is_left(home, capsys, monkeypatch, op
         model = AutoModelForCausalLM.from_pretrained(home / "dense")
         model.resize_token_embeddings(100)
         model.save_pretrained(home / "wide")
+    (home / "damaged").mkdir()
+    (home / "damaged" / "config.json").write_text("{")
     before = {path: path.stat().st_mtime_ns for path in (home / "model").iterdir()}
     assert finetune(home, "out", "--steps", "2", *options) == 2
     assert re.search(re.escape(why), capsys.readouterr().err)

@@ -78,7 +78,9 @@ def lora():
     )
 
 
-def test_peft(folder, tmp_path):
+@pytest.mark.parametrize("rule", ["predictor", "threshold"])
+def test_peft(tmp_path, rule):
+    folder = save_model(tmp_path / "model", capacity=0.5, rule=rule)
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora())
     before = copied(model)
@@ -89,6 +91,7 @@ def test_peft(folder, tmp_path):
     assert any("lora_" in name for name in changed)
     assert any("depth_router" in name and "proj.weight" in name for name in changed)
     router = dg.hf.routed_layers(model)[0].depth_router.modules_to_save["default"]
+    assert any(f"rule.{'average' if rule == 'threshold' else 'down.weight'}" in name for name in changed)
     dg.hf.set_capacity(model, 0.4)
     assert router.capacity == 0.4
     assert model.config.depthgate["capacity"] == 0.4

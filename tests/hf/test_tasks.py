@@ -61,6 +61,10 @@ def test_what_is_wrong_is_said(tmp_path, task, capsys, monkeypatch):
     for file, why in ((tmp_path / "none.yaml", "no line `task: NAME`"), (tmp_path / "gone.yaml", "cannot be read")):
         assert main(["eval", "--model", str(folder), "--tasks", str(file)]) == 2
         assert why in capsys.readouterr().err
+    (tmp_path / "other.yaml").write_text(task.read_text())
+    assert main(["eval", "--model", str(folder), "--tasks", str(task)]) == 2
+    assert "both name the task" in capsys.readouterr().err
+    (tmp_path / "other.yaml").unlink()
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["eval", "--model", str(folder), "--tasks", str(task)]) == 2
     assert "pip install 'depthgate[eval]'" in capsys.readouterr().err

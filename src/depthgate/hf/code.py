@@ -52,3 +52,12 @@ def check_config(path: Path) -> dict[str, Any]:
     kind = config["model_type"]
     check_code(config.get("auto_map"), kind if kind.removeprefix(PREFIX) in FAMILIES else "")
     return config
+
+
+def check_tokenizer(path: Path) -> None:
+    """Nor may a tokenizer's configuration name code, which would be copied with it."""
+    try:
+        named = json.loads(path.read_bytes()).get("auto_map") if path.is_file() else None
+    except (OSError, ValueError, RecursionError, AttributeError) as error:
+        raise DepthgateError(f"{path} cannot be loaded: {error}") from None
+    check_code(named, "")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.change import layer_changes, least_changing
-from depthgate.hf.code import check_config
+from depthgate.hf.code import check_config, check_tokenizer
 from depthgate.hf.config import ConvertConfig
 from depthgate.hf.conversion import convert, set_capacity
 from depthgate.hf.families import check_config_values, family_of
@@ -31,6 +31,7 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     check_new(out, source)
     if (source / "config.json").is_file() and gguf_of(source) is None:
         check_config_values(check_config(source / "config.json"), str(source))
+        check_tokenizer(source / "tokenizer_config.json")
     model = load(source)
     family_of(model)
     changes, layers = None, config.layer_choice

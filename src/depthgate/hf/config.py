@@ -108,7 +108,8 @@ class ConvertConfig:
         check_count(self.seed, "seed", minimum=0)
         if (self.layers == "auto") != (self.text is not None):
             raise InvalidValueError("--layers auto and --text FILE go together: give both, or neither")
-        assert self.layer_choice
+        if not self.layer_choice:
+            raise InvalidValueError(f"layers is {self.layers!r}: give every_other, auto, or numbers, as 1,3,5")
 
     @property
     def layer_choice(self) -> str | list[int]:

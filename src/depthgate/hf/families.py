@@ -10,11 +10,13 @@ layer's number, and takes its mask as it is.
 
 from collections.abc import Mapping
 from importlib import import_module
+from inspect import signature
 from typing import Any, NamedTuple
 
 from depthgate.errors import DepthgateError, InvalidValueError
 
 PREFIX = "depthgate_"  # of the model type of a routed model
+_CONTRACT = ("hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings")
 
 
 class Family(NamedTuple):
@@ -35,6 +37,7 @@ def _usual(module: str, name: str, config: str | None = None) -> Family:
 
 FAMILIES = {
     "llama": _usual("llama", "Llama"),
+    "qwen2": _usual("qwen2", "Qwen2"),
     "qwen3": _usual("qwen3", "Qwen3"),
     "mistral": _usual("mistral", "Mistral"),
     "gemma3_text": _usual("gemma3", "Gemma3", "Gemma3TextConfig"),
@@ -68,7 +71,7 @@ def family_of(model: Any) -> str:
     kind, name = str(model.config.model_type), type(model).__name__
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
-        raise _unknown(name)
+        raise InvalidValueError(f"{name} cannot be routed, only a {FAMILIES[kind].model}, the model with its head")
     return kind
 
 
@@ -80,7 +83,7 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:
-        raise _unknown(name)
+        raise InvalidValueError(f"{name} ({kind}) cannot be routed: {_missing(kind)}. Known are {', '.join(FAMILIES)}")
     if values.get("quantization_config") is not None:
         raise InvalidValueError(
             f"{name} has quantised weights (quantization_config), which cannot be trained: take the model that it was "
@@ -90,9 +93,20 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
         raise InvalidValueError(f"{name} looks at later tokens (use_bidirectional_attention): routing is causal")
 
 
-def _unknown(name: str) -> InvalidValueError:
-    return InvalidValueError(
-        f"{name} cannot be routed: its decoder layers are not known to be called as layer(hidden_states, "
-        "attention_mask=, position_ids=, past_key_values=, position_embeddings=) and to return hidden states; "
-        f"these are: {', '.join(family.model for family in FAMILIES.values())}"
-    )
+def _missing(kind: str) -> str:
+    """What of the contract a model lacks that is no known family, as far as its code tells."""
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+        import transformers
+
+        module = import_module(getattr(transformers, name).__module__)
+    except (ImportError, KeyError, AttributeError):
+        return "transformers has no decoder language model of that type"
+    layers = [each for key, each in vars(module).items() if key.endswith(("DecoderLayer", "Layer", "Block"))]
+    found = [set(signature(each.forward).parameters) for each in layers if hasattr(each, "forward")]
+    lacking = min(([a for a in _CONTRACT if a not in has] for has in found), key=len, default=list(_CONTRACT))
+    if lacking:
+        return f"its layers do not take {', '.join(lacking)}"
+    return "its layers take what they have to, but nobody has tested what they do with it"

@@ -42,8 +42,8 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     """Fine-tune, or go on; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
     config = config.settled
     source = Path(config.model)
-    if Path(config.out).resolve() == source.resolve():
-        raise InvalidValueError(f"out is {config.out}, the folder of --model, which stays as it is: choose another")
+    if source.resolve() in (Path(config.out).resolve(), *Path(config.out).resolve().parents):
+        raise InvalidValueError(f"out is {config.out}, in the folder of --model, which stays as it is: choose another")
     device = resolve_device(config.device)
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if device == "cuda" else "float32")

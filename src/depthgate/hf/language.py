@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateError
+from depthgate.hf.code import check_config
 from depthgate.hf.conversion import routed_layers
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
 from depthgate.hf.source import load
@@ -115,11 +116,9 @@ def tokenizer_of(folder: Path) -> ModelTokenizer:
 
 def dense_of(folder: Path) -> Any:
     """The model of a folder with all its layers dense: as it is, or without its routers."""
-    from transformers import AutoConfig
-
     if not (folder / "config.json").is_file():
         raise DepthgateError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    kind = str(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).model_type)
+    kind = str(check_config(folder / "config.json")["model_type"])
     if not kind.startswith(PREFIX):
         return load(folder)
     base = getattr(modeling(kind.removeprefix(PREFIX)), FAMILIES[kind.removeprefix(PREFIX)].model)

@@ -48,7 +48,16 @@ class RoutedLayer(_Layer):
         y = x if plan.index.shape[-1] == 0 else self._through(x, plan, start, tokens.doc, store, call)
         if store is not None:
             store.advance(x.shape[1])
-        return teach(y, plan, self.depth_router, self.rule_loss)
+        return teach(y, plan, self.router, self.rule_loss)
+
+    @property
+    def router(self) -> TopTokens:
+        """The router in use: within what PEFT puts around `depth_router`, its copy or the original."""
+        outer: Any = self.depth_router
+        if isinstance(outer, TopTokens):
+            return outer
+        copies = [outer.modules_to_save[name] for name in outer.active_adapters if name in outer.modules_to_save]
+        return outer.original_module if outer.disable_adapters or not copies else copies[-1]  # type: ignore[no-any-return]
 
     def _store(self, cache: Any) -> Any:
         if cache is None:
@@ -58,12 +67,12 @@ class RoutedLayer(_Layer):
         return store_of(cache, self._attention.layer_idx)
 
     def _plan(self, x: Tensor, pos: Tensor | None, causal: bool, doc: Tensor | None, store: Any) -> Slots:
-        router = self.depth_router
+        router = self.router
         fewest = router.fewest_slots
         if store is not None and store.fixed and not torch.compiler.is_compiling():
             router.fewest_slots = 1  # so that the first call makes the room that is compiled for later
         try:
-            return router(x, pos, causal, doc=doc)  # type: ignore[no-any-return]
+            return self.depth_router(x, pos, causal, doc=doc)  # type: ignore[no-any-return]
         finally:
             router.fewest_slots = fewest
 

@@ -25,7 +25,9 @@ def run(config: EvalConfig, as_json: bool) -> None:
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """The metrics of one task, by name."""
-    name = task_name(Path(config.tasks or ""))
+    file = Path(config.tasks or "")
+    name = task_name(file)
+    _check_only(name, file)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -42,13 +44,13 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     options: dict[str, Any] = {} if config.seq is None else {"max_length": config.seq}
     options["add_bos_token"] = bool(tokenizer_of(folder).prefix)  # which lm-eval leaves out unless it is told
     judged = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=config.batch, device=device, **options)
-    manager = TaskManager(include_path=str(Path(config.tasks or "").parent), include_defaults=False)
     try:
+        manager = TaskManager(include_path=str(file.parent), include_defaults=False)
         found = simple_evaluate(
             judged, tasks=[name], task_manager=manager, limit=config.limit, log_samples=False, bootstrap_iters=0
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise DepthgateError(f"lm-eval cannot do {config.tasks}: {str(error)[:300]}") from error
+    except Exception as error:  # a task may hold code and templates of its own
+        raise DepthgateError(f"lm-eval cannot do {file}: {type(error).__name__}: {str(error)[:300]}") from error
     metrics = {key.removesuffix(",none"): value for key, value in found["results"][name].items() if "stderr" not in key}
     count = found["n-samples"][name]["effective"]
     return {"model": config.model, "tasks": config.tasks, "documents": count, "metrics": metrics}
@@ -63,3 +65,15 @@ def task_name(file: Path) -> str:
     if named is None:
         raise DepthgateError(f"{file} has no line `task: NAME`: give a task of lm-eval as a yaml file")
     return named[1]
+
+
+def _check_only(name: str, file: Path) -> None:
+    """lm-eval looks a task up by its name among all files of the folder: no other may have it."""
+    for other in sorted((*file.parent.rglob("*.yaml"), *file.parent.rglob("*.yml"))):
+        if other.resolve() != file.resolve():
+            try:
+                same = task_name(other) == name
+            except DepthgateError:
+                continue
+            if same:
+                raise DepthgateError(f"{file} and {other} both name the task {name}: rename one, or move it elsewhere")

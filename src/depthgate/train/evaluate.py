@@ -81,9 +81,11 @@ def measure(model: Measured, documents: Documents, batch: int, most: int | None 
             groups = [plan for plan in plans if isinstance(plan, Groups)]
             used.add([(int((p.place < p.ends[-1]).sum()), int((p.choice >= 0).sum())) for p in groups])
         targets += count
-        size += sum(model.tokenizer.bytes_of(row[row >= 0].tolist()) for row in wanted)
+        size += sum(_bytes_of(*row, model.tokenizer) for row in zip(tokens, wanted, doc, strict=True))
     if not size:
         raise DepthgateError(f"the text holds {targets} tokens to predict and no byte of text: give more")
+    if not math.isfinite(nats[True] + nats[False]):
+        raise DepthgateError("the model gives losses that are not finite: its weights are damaged")
     return {
         "tokens": targets,
         "bytes": size,
@@ -96,6 +98,17 @@ def measure(model: Measured, documents: Documents, batch: int, most: int | None 
         "routed_share": entered.shares,
         "expert_share": used.shares,
     }
+
+
+def _bytes_of(tokens: Tensor, targets: Tensor, doc: Tensor, tokenizer: TextTokenizer) -> int:
+    """Bytes of a row's targets (T,). Some tokenizers drop a space where a text begins, so the targets of each document
+    are read as what comes after its first token here."""
+    size = 0
+    for each in sorted(set(doc[targets >= 0].tolist())):
+        mine = (doc == each) & (targets >= 0)
+        before = tokens[mine][:1].tolist()
+        size += tokenizer.bytes_of(before + targets[mine].tolist()) - tokenizer.bytes_of(before)
+    return size
 
 
 class _Ratios:
