@@ -8,9 +8,10 @@ import torch
 
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf import command
+from depthgate.hf.code import is_model
 from depthgate.hf.config import ConvertConfig
 from depthgate.hf.decoder import export
-from depthgate.loading import load, of_hugging_face
+from depthgate.loading import load
 from depthgate.train.checkpoint import steps
 from depthgate.train.manifest import MANIFEST
 
@@ -21,7 +22,7 @@ _OF_RUNS = ("model", "out", "to", "probe", "seed")  # options that mean somethin
 def run(config: ConvertConfig, as_json: bool) -> int:
     """Whichever the model asks for."""
     source = Path(config.model)
-    ours = source.is_dir() and not of_hugging_face(source) and ((source / MANIFEST).exists() or steps(source))
+    ours = source.is_dir() and not is_model(source) and ((source / MANIFEST).exists() or steps(source))
     if not ours:
         if config.to is not None:
             raise InvalidValueError(f"to is {config.to!r}, but {source} is no run of `depthgate train`: leave --to out")

@@ -31,10 +31,11 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 def open_model(config: EvalConfig) -> Measured:
     """The model that a folder holds, whoever wrote it."""
     from depthgate.hf import language
+    from depthgate.hf.code import is_model
     from depthgate.hf.source import load as load_model
 
     folder, device = Path(config.model), resolve_device(config.device)
-    if not language.is_model(folder):
+    if not is_model(folder):
         if config.seq is not None or config.dtype != "auto":
             raise InvalidValueError(
                 f"{folder} is no Hugging Face model, and only these take --seq and --dtype: leave out"

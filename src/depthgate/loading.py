@@ -12,11 +12,12 @@ from torch import Tensor
 from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters
+from depthgate.hf.code import is_model
 from depthgate.model import Decoder
 from depthgate.train import checkpoint
-from depthgate.train.files import MAX_JSON, damaged, from_json
+from depthgate.train.files import damaged
 from depthgate.train.manifest import MANIFEST
-from depthgate.train.run import CONFIG, TOKENIZER, check_fit
+from depthgate.train.run import TOKENIZER, check_fit
 from depthgate.train.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 
 _LATER = ("head_dim", "norm_eps")  # values of a model that runs of older versions do not name
@@ -40,7 +41,7 @@ class LoadedDecoder(Decoder):
 def load(path: str | Path) -> LoadedDecoder:
     """The model in evaluation mode, on the CPU, with its `tokenizer`. Damage is a DepthgateError, and nothing in the
     folder is ever executed."""
-    if of_hugging_face(Path(path)):
+    if is_model(Path(path)):
         return _from_hugging_face(Path(path))
     found, home = _newest(Path(path))
     config, weights = model_config(found.config, found.path), found.tensors["model"]
@@ -53,15 +54,6 @@ def load(path: str | Path) -> LoadedDecoder:
     model.load_state_dict(weights)
     model.tokenizer = tokenizer
     return model.eval()
-
-
-def of_hugging_face(folder: Path) -> bool:
-    """Whether a folder is of a Hugging Face model, whose configuration names a model type."""
-    path = folder / CONFIG
-    try:
-        return path.is_file() and "model_type" in from_json(path.read_bytes()[:MAX_JSON], path)
-    except (OSError, DepthgateError):
-        return False
 
 
 def _from_hugging_face(folder: Path) -> LoadedDecoder:

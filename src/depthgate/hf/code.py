@@ -13,6 +13,7 @@ from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.families import FAMILIES, PREFIX
 
 _NAME = "modeling_depthgate"
+_MOST = 2**24  # bytes of a config that are looked at
 
 
 def code_names(model_type: str) -> dict[str, str]:
@@ -31,6 +32,19 @@ def write_code(model_type: str, folder: Path) -> None:
         f"from depthgate.hf.classes import {names}\n",
         encoding="utf-8",
     )
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder is one of a transformers model: its config.json, damaged or not, names a type of model, and that
+    of a run does not."""
+    path = folder / "config.json"
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return b'"model_type"' in file.read(_MOST)
+    except OSError:
+        return False
 
 
 def check_code(named: Any, model_type: str) -> None:

@@ -99,14 +99,6 @@ class Language:
                 hook.remove()
 
 
-def is_model(folder: Path) -> bool:
-    """Whether a folder is one of a transformers model, by what its config.json says."""
-    try:
-        return '"model_type"' in (folder / "config.json").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-
-
 def tokenizer_of(folder: Path) -> ModelTokenizer:
     """The tokenizer of a model's folder."""
     found: Any = ModelTokenizer.from_folder(folder)

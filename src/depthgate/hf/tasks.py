@@ -7,7 +7,8 @@ from typing import Any
 
 from depthgate.config import EvalConfig
 from depthgate.errors import DepthgateError
-from depthgate.hf.language import cast, compute_dtype, is_model, tokenizer_of
+from depthgate.hf.code import is_model
+from depthgate.hf.language import cast, compute_dtype, tokenizer_of
 from depthgate.hf.source import load
 from depthgate.train.loop import resolve_device
 

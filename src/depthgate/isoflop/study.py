@@ -25,6 +25,7 @@ from depthgate.train.loop import resolve_device
 from depthgate.train.run import cache, check_same, write_json
 from depthgate.train.shards import prepare
 from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
+from depthgate.view.output import replace
 
 GRID, RATES, RESULTS, TOKENIZER = "grid.json", "rates.json", "results.jsonl", "tokenizer"
 SWEEP = "sweep"
@@ -253,9 +254,7 @@ class Study:
         known = {row["cell"]: row for row in (*self.rows, *rows.values())}
         self.rows = sorted(known.values(), key=lambda r: (r["budget"], r["variant"], r["params"], r["seed"]))
         lines = "".join(json.dumps({**row, "study": self.key}) + "\n" for row in self.rows)
-        temporary = self.out / f".{RESULTS}.tmp"
-        temporary.write_text(lines, encoding="utf-8")
-        temporary.replace(self.out / RESULTS)
+        replace(self.out / RESULTS, lines)
 
     @property
     def curves(self) -> list[fit.Curve]:

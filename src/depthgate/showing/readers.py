@@ -1,6 +1,5 @@
 """Models that read a text, seen in one way: our Decoder, and models of transformers that `depthgate convert` wrote."""
 
-import json
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from depthgate.config import EvalConfig
 from depthgate.errors import DepthgateError
+from depthgate.hf.code import is_model
 from depthgate.hf.conversion import routed_layers
 from depthgate.hf.source import load as load_hf
 from depthgate.loading import LoadedDecoder, load
@@ -46,18 +46,9 @@ class Reader(Protocol):
 
 def reader(folder: str, device: str) -> Reader:
     """The model in a folder, whichever it is."""
-    if _is_hf(Path(folder)):
+    if is_model(Path(folder)):
         return HFReader(folder, device)
     return DecoderReader(load(folder).to(device), folder)
-
-
-def _is_hf(folder: Path) -> bool:
-    """Whether a folder is of transformers: its config.json names a type of model, that of a run does not."""
-    try:
-        found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and "model_type" in found
 
 
 class DecoderReader:
