@@ -27,20 +27,22 @@ def _attention_backward(_: _Shape, query: _Shape, key: _Shape, value: _Shape, *_
     return 2 * B * H * T * key[2] * (3 * d + 2 * value[3])
 
 
-_UNKNOWN_TO_TORCH = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+# torch 2.11 knows none of those of a CPU, and refuses keys that several heads of queries share.
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention{where}{direction}"): count
+    for kernel, where in (("flash", "_for_cpu"), ("flash", ""), ("efficient", ""), ("cudnn", ""))
+    for direction, count in (("", _attention_forward), ("_backward", _attention_backward))
 }
 
 
 def count_flops(fn: Callable[[], object]) -> int:
     """FLOPs of the matrix products that `fn` runs, backward passes included: 2 for each multiply and add.
 
-    PyTorch's FlopCounterMode, taught attention on CPU. Counted from shapes, therefore: a causal
+    PyTorch's FlopCounterMode, taught attention. Counted from shapes, therefore: a causal
     mask saves nothing; rows of a grouped product past its last offset are counted though not computed; elementwise
     work, sorting and moving rows are free. `fn` must not be compiled: the counter sees operators, not kernels.
     """
-    with FlopCounterMode(display=False, custom_mapping=dict(_UNKNOWN_TO_TORCH)) as counter:
+    with FlopCounterMode(display=False, custom_mapping=dict(_ATTENTION)) as counter:
         fn()
     return int(counter.get_total_flops())
 
