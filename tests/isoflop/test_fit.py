@@ -162,8 +162,10 @@ def test_rates_by_hand():
     assert rates.further({1e-3: 2.0, 2e-3: 1.0}, [4e-3]) == []
     assert rates.further({}, [1e-3]) == []
     assert rates.further({2.0**i: -float(i) for i in range(9)}, [256.0]) == []
-    scale, power = rates.fit([(64, 4e-3), (256, 1e-3)])
+    scale, power = rates.fit([(64, 4e-3), (256, 1e-3)], 1e12)
     assert (scale, power) == (pytest.approx(2e-3), pytest.approx(-1.0))
     found = rates.Rates({"mod": (2e-3, -1.0)})
-    assert found.of("mod", 256) == pytest.approx(1e-3)
-    assert found.of("mod:capacity=0.5", 256) == rates.Rates({}).of("mod", 256)  # not fitted: that of its kind
+    assert found.of("mod", 256, 1e12) == pytest.approx(1e-3)
+    assert found.of("mod", 256, 3e15) == pytest.approx(5e-4, rel=1e-3)
+    assert found.of("mod:capacity=0.5", 256, 1e12) == rates.Rates({}).of("mod", 256, 1e12)  # that of its kind
+    assert rates.Rates({"mod": rates.fit([(128, 3e-3)], 1e16)}).of("mod", 128, 1e16) == pytest.approx(3e-3)

@@ -321,9 +321,8 @@ def test_a_sweep_finds_rates(home, tmp_path):
     out = tmp_path / "sweep"
     assert study(home, out, "--variants", "dense", "--lr_sweep", "true", "--budgets", "1e9") == 0
     fitted = json.loads((out / "rates.json").read_text())
-    scale, power = fitted["dense"]
     for row in rows(out):
-        assert row["lr"] == pytest.approx(scale * (row["dim"] / 128) ** power, rel=1e-2)
+        assert row["lr"] == pytest.approx(Rates(fitted).of("dense", row["dim"], 1e9), rel=1e-2)
     tried = [json.loads(path.read_text()) for path in out.glob("sweep/*/result.json")]
     for dim in {row["dim"] for row in tried}:
         losses = {row["lr"]: row["loss_causal"] for row in tried if row["dim"] == dim}

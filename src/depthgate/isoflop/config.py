@@ -29,7 +29,7 @@ class IsoflopConfig:
         batch: sequences of a step in every cell; unless given, more of them the larger the budget
         center: times the FLOPs a token that the middle size is expected to be best at
         spread: FLOPs a token of a size over those of the next smaller one
-        lr: learning rate of all cells, instead of the rule that gives each width its own
+        lr: learning rate of all cells, instead of the rule that gives each width and budget its own
         lr_sweep: first find a learning rate for each variant and width by trying five at the smallest budget
         device: cpu, cuda, or auto
         launcher: local, ray or submitit

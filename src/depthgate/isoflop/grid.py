@@ -18,7 +18,7 @@ from depthgate.isoflop.variants import Variant, widths
 TOLERANCE = 0.03  # of the budget, that a cell's FLOPs may be off
 CELLS = "cells"
 # FLOPs a token at which a budget's best model is expected: _BEST * sqrt(budget).
-_BEST = 0.45
+_BEST = 0.56
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Grid:
             seed=seed,
             model=shape,
             batch=config.batch or batch_for(budget, shape.context),
-            lr=lr or config.lr or self.rates.of(variant, shape.dim),
+            lr=lr or config.lr or self.rates.of(variant, shape.dim, budget),
             dtype="bfloat16" if cuda else "float32",
             workers=1,
             **{"compile": cuda, **options},

@@ -1,27 +1,33 @@
-"""Learning rates: a power of the width for each variant, fitted on a sweep. Imports no torch."""
+"""Learning rates: a power of the width and of the budget, fitted on sweeps. Imports no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# lr = scale * (width / 128) ** power, by kind of variant: see docs/log.md for the sweep that these were fitted on.
-FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (4e-3, -0.75)}
+# lr = scale * (width / 128) ** power * (budget / 1e12) ** _BUDGET: see docs/log.md for the sweeps that these rest on.
+FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (2.4e-3, -0.75)}
+_BUDGET = -0.0866  # half the rate at 3e15 FLOPs
 TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rule, in a sweep
 _MOST = 9
 
 
 @dataclass(frozen=True)
 class Rates:
-    """variant -> (scale, power)."""
+    """variant -> (scale, power), at 1e12 FLOPs."""
 
     fitted: Mapping[str, tuple[float, float]]
 
-    def of(self, variant: str, dim: int) -> float:
+    def of(self, variant: str, dim: int, budget: float) -> float:
         """The rate of a variant at a width; a variant that has no fit of its own takes that of its kind."""
         kind = variant.partition(":")[0]
         default = FITTED.get(kind, FITTED["mod" if kind in ("mode", "random") else "dense"])
         scale, power = self.fitted.get(variant, default)
-        return float(f"{scale * (dim / 128) ** power:.3g}")
+        return float(f"{scale * (dim / 128) ** power * _share(budget):.3g}")
+
+
+def _share(budget: float) -> float:
+    """Of the rate at 1e12 FLOPs."""
+    return float((budget / 1e12) ** _BUDGET)
 
 
 def best_rate(losses: Mapping[float, float]) -> float:
@@ -47,11 +53,12 @@ def further(losses: Mapping[float, float], tried: Sequence[float]) -> list[float
     return [best / 2] if best == min(losses) else [best * 2] if best == max(losses) else []
 
 
-def fit(best: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(width, best rate) of each size -> scale and power by least squares of logarithms; of one width, its rate."""
+def fit(best: Sequence[tuple[int, float]], budget: float) -> tuple[float, float]:
+    """(width, best rate) of each size at a budget -> scale at 1e12 FLOPs, and power, by least squares of logarithms; of
+    one width, its rate."""
     x = [math.log(dim / 128) for dim, _ in best]
     y = [math.log(rate) for _, rate in best]
     mx, my = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mx) ** 2 for a in x)
     power = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
-    return math.exp(my - power * mx), power
+    return math.exp(my - power * mx) / _share(budget), power

@@ -210,7 +210,7 @@ class Study:
             shapes = [c.training.model for c in self.cells if (c.budget, c.variant, c.seed) == (budget, name, 0)]
             best = []
             for shape in (shapes[0], shapes[-1]):
-                usual, losses = self.grid.rates.of(name, shape.dim), dict[float, float]()
+                usual, losses = self.grid.rates.of(name, shape.dim, budget), dict[float, float]()
                 tried = [usual * times for times in rates.TRIED]
                 while tried:
                     lrs = [float(f"{lr:.3g}") for lr in tried]
@@ -220,7 +220,7 @@ class Study:
                 if not losses:
                     raise DepthgateError(f"no learning rate of {name} came to an end: see {self.out / SWEEP}")
                 best.append((shape.dim, rates.best_rate(losses)))
-            found[name] = rates.fit(best)
+            found[name] = rates.fit(best, budget)
         self.failed.clear()  # a rate that fails is a bad rate, and that is all there is to it
         write_json(self.out / RATES, found)
         self.grid.rates = self._rates()
