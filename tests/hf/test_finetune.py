@@ -126,6 +126,16 @@ def test_gradients_of_checkpointed_layers_are_the_same(home):
         assert row["gradient_norm"] == pytest.approx(twin["gradient_norm"], rel=1e-5)
 
 
+def test_compiled_layers_learn_the_same(home):
+    assert finetune(home, "plain", "--steps", "2", "--capacity_share", "0") == 0
+    torch._dynamo.utils.counters.clear()
+    assert finetune(home, "compiled", "--steps", "2", "--capacity_share", "0", "--compile", "true") == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3  # a dense layer, a routed one, the teacher's
+    for row, twin in zip(rows(home / "plain"), rows(home / "compiled"), strict=True):
+        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-4, abs=1e-6)
+        assert row["gradient_norm"] == pytest.approx(twin["gradient_norm"], rel=1e-3)
+
+
 def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(home, tmp_path):
     folder = home / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)

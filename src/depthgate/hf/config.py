@@ -154,7 +154,7 @@ class FinetuneConfig:
         device: cpu, cuda, or auto: cuda where there is one
         dtype: float32, bfloat16 (products in bfloat16, what is trained in float32), or auto: bfloat16 on cuda
         checkpointing: compute activations again on the way back, which saves memory
-        compile: compile the loss with torch.compile
+        compile: compile the layers and the loss with torch.compile
         seed: seed of the order of the data, and of LoRA
         workers: threads that prepare batches
         checkpoint_every: steps between checkpoints

@@ -5,10 +5,14 @@
 Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
@@ -24,6 +28,11 @@ else:
     _Layer = object  # beside the layer's own class, which is a module
 
 
+def _without_plans(asked: bool) -> AbstractContextManager[object]:
+    """Attention without cuDNN, which plans anew for every number of keys: each routed layer has its own."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
+
+
 class RoutedLayer(_Layer):
     """The router's choice, the layer's own forward on the rows it chose, and the merge of both."""
 
@@ -31,6 +40,7 @@ class RoutedLayer(_Layer):
     names: ClassVar[tuple[str, ...]]  # of the arguments of the layer's own forward that come after hidden_states
     depth_router: TopTokens
     rule_loss: float
+    compiled: Callable[..., Tensor] | None = None  # the layer's own forward, where it has been compiled
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = hidden_states
@@ -111,7 +121,9 @@ class RoutedLayer(_Layer):
         for name in ("position_ids", "position_embeddings"):
             if call.get(name) is not None:
                 call[name] = chosen(call[name])
-        out = super().forward(chosen(x, fill=0), **call)
+        own = super().forward if self.compiled is None else partial(self.compiled, self)
+        with _without_plans(x.is_cuda and before and not fixed):
+            out = own(chosen(x, fill=0), **call)
         y = part.merge(mine, out[:, None])
         return y if rows is None else x.to(y.dtype).index_copy(0, rows, y)
 

@@ -14,7 +14,9 @@ from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.conversion import set_capacity
+from depthgate.hf.families import FAMILIES, PREFIX
 from depthgate.hf.language import Language, cast, dense_of
+from depthgate.hf.layer import RoutedLayer
 from depthgate.ops.distill import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing import Threshold, routed_share
@@ -68,6 +70,10 @@ class Student:
         if config.checkpointing:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
+        if config.compile:
+            for each in (language, teacher):
+                if each is not None:
+                    _compile_layers(each.model)
         self._flops = self._count_flops()
         self.peak = matmul_rate(device, getattr(torch, config.dtype))
 
@@ -145,6 +151,18 @@ class Student:
         for layer in self.language.routed:
             layer.depth_router.max_documents = None
         return cast(self.language.model, self.stored).eval()
+
+
+def _compile_layers(model: Any) -> None:
+    """Compile what layers do, once for all of them and for each number of tokens. Routers stay as they are."""
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # stages of the capacity
+    family = FAMILIES[model.config.model_type.removeprefix(PREFIX)]
+    for layer in getattr(model.base_model, family.layers):
+        if isinstance(layer, RoutedLayer):
+            own = super(RoutedLayer, type(layer)).forward
+            layer.compiled = torch.compile(own, dynamic=False)
+        else:
+            layer.compile(dynamic=False)
 
 
 def _with_lora(model: Any, rank: int) -> Any:

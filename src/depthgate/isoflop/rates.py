@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # lr = scale * (width / 128) ** power * (budget / 1e12) ** _BUDGET: see docs/log.md for the sweeps that these rest on.
-FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (2.4e-3, -0.75)}
+FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (4e-3, -0.75)}
 _BUDGET = -0.0866  # half the rate at 3e15 FLOPs
 TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rule, in a sweep
 _MOST = 9
