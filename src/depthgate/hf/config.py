@@ -173,7 +173,7 @@ class FinetuneConfig:
     train: str = "full"
     rank: int = 16
     capacity: float | None = None
-    capacity_share: float = 0.5
+    capacity_share: float = 0.1
     calibrate: int = 16_384
     steps: int = 1000
     tokens: int | None = None
