@@ -100,12 +100,13 @@ class RoutedLayer(_Layer):
             return x
         mine = x if rows is None else x[rows]
 
-        def chosen(values: Any, fill: int | None = None) -> Any:
+        def chosen(values: Any) -> Any:
             """Of something a token has, (B, T, ...) or (1, T, ...), that of the chosen ones."""
             if isinstance(values, tuple):
-                return tuple(chosen(value, fill) for value in values)
-            values = values.expand(x.shape[0], *values.shape[1:])
-            return part.dispatch(values if rows is None else values[rows], fill)[:, 0]
+                return tuple(chosen(value) for value in values)
+            if values.shape[0] == 1:  # the same in all rows
+                return values[0][part.index[:, 0]]
+            return part.dispatch(values if rows is None else values[rows])[:, 0]
 
         slots = start + part.index[:, 0]
         if part.filled is not None:
@@ -123,8 +124,10 @@ class RoutedLayer(_Layer):
                 call[name] = chosen(call[name])
         own = super().forward if self.compiled is None else partial(self.compiled, self)
         with _without_plans(x.is_cuda and before and not fixed):
-            out = own(chosen(x, fill=0), **call)
-        y = part.merge(mine, out[:, None])
+            old = part.dispatch(mine)[:, 0]
+            given = old if part.filled is None else old.masked_fill(~part.filled[:, 0, :, None], 0)
+            out = own(given, **call)
+        y = part.merge(mine, out[:, None], old)
         return y if rows is None else x.to(y.dtype).index_copy(0, rows, y)
 
     @staticmethod

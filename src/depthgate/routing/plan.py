@@ -66,13 +66,14 @@ class Slots(NamedTuple):
         are written, and nothing is added by atomics."""
         return self.place[..., 0] if self.place is not None and self.index.shape[1] == 1 and fusing(x) else None
 
-    def merge(self, x: Tensor, rows: Tensor) -> Tensor:
+    def merge(self, x: Tensor, rows: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows that carry their own residual: x (B, T, D), rows (B, 1, C, D) -> x with each routed token taken from
         x (gate 0) to its row (gate 1). A gate of one gives the row itself, and an equal row gives x, bit for bit.
+        `old` (B, C, D): the rows of x, where the caller has them.
         """
         dtype = torch.promote_types(x.dtype, rows.dtype)
         wide = torch.promote_types(dtype, torch.float32)  # in fp16 the difference of two rows may overflow
-        old, new = self.dispatch(x)[:, 0].to(wide), rows[:, 0].to(wide)
+        old, new = (self.dispatch(x)[:, 0] if old is None else old).to(wide), rows[:, 0].to(wide)
         step = (new - old).nan_to_num(0.0, 0.0, 0.0)  # inf - inf: as far as the row itself goes
         new = new + (self.gates[:, 0, :, None] - 1).to(wide) * step
         if self.filled is not None:
