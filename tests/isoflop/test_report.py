@@ -1,7 +1,9 @@
 """What a report says in words."""
 
-from depthgate.isoflop.fit import Verdict
-from depthgate.isoflop.report import flops, said
+from depthgate.isoflop.fit import Verdict, curve
+from depthgate.isoflop.words import alone, flops, said
+
+COST = {"forward_flops_per_token": 1.0}
 
 
 def test_verdicts_in_words():
@@ -14,11 +16,23 @@ def test_verdicts_in_words():
         "model with dense's best loss takes 50% fewer FLOPs (saving 40% to 60%); to reach dense's best loss, training "
         "takes 31% fewer FLOPs (saving 20% to 40%)"
     )
-    bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True)
+    bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True, no_interval="3 cells")
     assert said(bad) == (
-        "random against dense at 1e16 FLOPs: best loss 2.00% higher; no size of it reaches dense's best loss; to reach "
-        "dense's best loss, training takes 40% more FLOPs, extrapolated beyond the budgets"
+        "random against dense at 1e16 FLOPs: best loss 2.00% higher; no interval: 3 cells; no size of it reaches "
+        "dense's best loss; to reach dense's best loss, training takes 40% more FLOPs, extrapolated beyond the budgets"
     )
+    unsure = Verdict(1e16, "mod", "", 0.001, (-0.008, 0.012), 0.32)
+    assert said(unsure) == (
+        "mod against dense at 1e16 FLOPs: best loss 0.10% lower (gain -0.80% to 1.20%): no difference can be told"
+    )
+
+
+def test_no_verdict_says_why():
+    def made(variant):
+        return curve([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])
+
+    assert alone([made("dense")]) == "No verdict: there is only dense."
+    assert alone([made("mod")]) == "No verdict: there is no dense to compare with."
 
 
 def test_large_numbers_are_short():

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
+import torch
 
 from depthgate.cli import main
 from depthgate.flops import forward_flops, training_flops
@@ -21,6 +22,7 @@ from depthgate.isoflop.cell import beside
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Grid
 from depthgate.isoflop.rates import Rates
+from depthgate.isoflop.study import Study
 from tests.train.tiny import write_data
 from tests.view.chromium import Browser
 from tests.view.test_reports_browser import check_report
@@ -121,6 +123,22 @@ def test_a_dry_run_trains_nothing(home, tmp_path, capfd):
     assert not (tmp_path / "dry").exists()
     assert study(home, tmp_path / "dry", "--dry-run") == 0
     assert "nothing was trained" in capfd.readouterr().out
+    assert study(home, tmp_path / "dry", "--dry-run", "--lr_sweep", "true", "--more_sizes", "2") == 0
+    said = capfd.readouterr().out
+    assert "a sweep of learning rates" in said
+    assert "up to 2 for each curve" in said
+
+
+def test_a_dry_run_for_gpus_that_are_elsewhere(home, tmp_path, capfd):
+    away = ["--launcher", "ray", "--gpus", "1", "--device", "cuda", "--dry-run"]
+    assert study(home, tmp_path / "dry", *away) == 0
+    assert ("unknown" in capfd.readouterr().out) is not torch.cuda.is_available()
+
+
+def test_studies_of_other_contexts_are_others(home):
+    data = str(home / "text.jsonl")
+    keys = [Study(IsoflopConfig(data=data, budgets=budgets, device="cpu")).key for budgets in ("1e12", "2e12", "1e14")]
+    assert keys[0] == keys[1] != keys[2]  # from 1e14 on a sequence is longer
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ class IsoflopConfig:
             raise InvalidValueError(f"gpus is {self.gpus}: it must be {whole}from 0 to 1024")
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
         check_choice(self.launcher, "launcher", ("local", "ray", "submitit"))
+        if self.launcher != "local" and self.device == "cuda" and not self.gpus:
+            raise InvalidValueError(f"device is cuda and gpus is 0: give --gpus 1 with --launcher {self.launcher}")
         check_vocab(self.tokenizer, self.vocab)
 
     @property

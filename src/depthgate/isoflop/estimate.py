@@ -21,7 +21,6 @@ class Speed:
     def __init__(self, rows: Sequence[dict[str, Any]], device: str) -> None:
         self.device = device
         self.known: list[tuple[float, float]] = []  # FLOPs a token, FLOPs a second
-        self.probed: dict[str, float] = {}
         for row in rows:
             self.learn(row)
 
@@ -35,28 +34,35 @@ class Speed:
         return f"; about {duration(sum(map(self.seconds, cells)))} left" if self.known else ""
 
     def seconds(self, cell: Cell) -> float:
-        """About how long a cell takes."""
+        """About how long a cell takes; not a number where nothing is known."""
+        if not self.known:
+            return math.nan
         cost = training_flops(cell.training.model)
-        near = min(self.known, key=lambda known: abs(math.log(known[0] / cost)), default=None)
-        rate = near[1] if near else self._probe(cell)
+        rate = min(self.known, key=lambda known: abs(math.log(known[0] / cost)))[1]
         return cell.flops / rate + _OVERHEAD + (_COMPILED if cell.training.compile else 0.0)
 
-    def _probe(self, cell: Cell) -> float:
-        """FLOPs a second of forward and backward over a few sequences, measured once for every shape."""
+    def probe(self, cells: Sequence[Cell]) -> None:
+        """Where nothing is known yet, measure the cheapest and the dearest model, if their device is here."""
+        if self.known or (self.device == "cuda" and not torch.cuda.is_available()):
+            return
+        ordered = sorted(cells, key=lambda cell: training_flops(cell.training.model))
+        for cell in (ordered[0], ordered[-1]):
+            self.known.append((training_flops(cell.training.model), self._rate(cell)))
+
+    def _rate(self, cell: Cell) -> float:
+        """FLOPs a second of forward and backward over a sequence, or a few on a GPU."""
         model = cell.training.model
-        key = f"{model.pattern} {model.layers}x{model.dim}"
-        if key not in self.probed:
-            net = Decoder(model).to(self.device)
-            tokens = torch.randint(model.vocab, (min(8, cell.training.batch), model.context), device=self.device)
-            seconds = []
-            for _ in range(3):
-                self._wait()
-                start = time.perf_counter()
-                net.loss(tokens, tokens)[0].backward()  # type: ignore[no-untyped-call]
-                self._wait()
-                seconds.append(time.perf_counter() - start)
-            self.probed[key] = training_flops(model) * tokens.numel() / min(seconds)
-        return self.probed[key]
+        net = Decoder(model).to(self.device)
+        rows = 1 if self.device == "cpu" else min(8, cell.training.batch)
+        tokens = torch.randint(model.vocab, (rows, model.context), device=self.device)
+        seconds = []
+        for _ in range(3):
+            self._wait()
+            start = time.perf_counter()
+            net.loss(tokens, tokens)[0].backward()  # type: ignore[no-untyped-call]
+            self._wait()
+            seconds.append(time.perf_counter() - start)
+        return training_flops(model) * tokens.numel() / min(seconds)
 
     def _wait(self) -> None:
         if self.device == "cuda":
@@ -65,6 +71,8 @@ class Speed:
 
 def duration(seconds: float) -> str:
     """For a reader: 45 s, 12 min, 3.5 h."""
+    if math.isnan(seconds):
+        return "unknown"
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -2,7 +2,8 @@
 
 A curve is fitted to the sizes around the lowest loss, two on each side: far from it, losses are no parabola.
 Intervals are of 95%, by a bootstrap of residuals: each curve is fitted again to itself plus residuals drawn from its
-own, widened by Student's t as few of them know little of their spread. A curve of less than five cells has none.
+own, widened by Student's t as few of them know little of their spread. A curve of less than five cells has none, and
+none is given where more than one in forty of the curves drawn has no minimum.
 Imports no torch.
 """
 
@@ -14,6 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 DRAWS = 1000
+_ENOUGH = 0.975  # share of them that must have a value for an interval to be given
+_CELLS = 5
 # The 97.5% point of Student's t for 2, 3, 4 ... degrees of freedom; the normal distribution's is 1.96.
 _T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 Interval = tuple[float, float] | None
@@ -47,13 +50,27 @@ class Curve:
 
     @property
     def loss(self) -> float:
-        """The lowest of the fitted curve; without one, of the cells."""
-        return self.best.low if self.best else min(loss for _, loss in self.points)
+        """The lowest of the fitted curve; without one, of the sizes."""
+        return self.best.low if self.best else self.lowest[1]
+
+    @property
+    def lowest(self) -> tuple[float, float]:
+        """Parameters and mean loss of the best size."""
+        return min(means(self.points), key=lambda point: point[1])
 
     @property
     def params(self) -> float:
         """Where it is."""
-        return _exp(self.best.at) if self.best else min(self.points, key=lambda point: point[1])[0]
+        return _exp(self.best.at) if self.best else self.lowest[0]
+
+    @property
+    def no_interval(self) -> str:
+        """Why the fitted curve has no intervals; nothing where it has."""
+        cells = len(_near(self.points))
+        if cells < _CELLS:
+            return f"{cells} cells of {self.variant}, and {_CELLS} are needed"
+        few = len(self.draws) < _ENOUGH * DRAWS
+        return f"curves drawn around that of {self.variant} often have no minimum" if few else ""
 
     @property
     def loss_interval(self) -> Interval:
@@ -84,6 +101,7 @@ class Verdict:
     training_saving: float = math.nan
     training_interval: Interval = None
     extrapolated: bool = False  # the training FLOPs at which that is reached lie outside the budgets of the study
+    no_interval: str = ""  # why the gain has none
 
 
 def parabola(points: Sequence[tuple[float, float]]) -> Parabola | None:
@@ -164,9 +182,9 @@ def _open(points: Sequence[tuple[float, float]], best: Parabola | None) -> str:
 
 
 def _bootstrap(points: Sequence[tuple[float, float]], best: Parabola, draw: random.Random) -> list[Parabola]:
-    freedom = len(points) - 3
-    if freedom < 2:
+    if len(points) < _CELLS:
         return []
+    freedom = len(points) - 3
     scale = math.sqrt(len(points) / freedom) * (_T[freedom - 2] / 1.96 if freedom < len(_T) + 2 else 1.0)
     residuals = [scale * (loss - best(params)) for params, loss in points]
     found = (parabola([(params, best(params) + draw.choice(residuals)) for params, _ in points]) for _ in range(DRAWS))
@@ -176,7 +194,7 @@ def _bootstrap(points: Sequence[tuple[float, float]], best: Parabola, draw: rand
 def interval(values: Iterable[float]) -> Interval:
     """The middle 95% of the values; None where too many draws have no such value to speak of it."""
     found = sorted(value for value in values if math.isfinite(value))
-    if len(found) < 0.975 * DRAWS:
+    if len(found) < _ENOUGH * DRAWS:
         return None
     return found[int(0.025 * (len(found) - 1))], found[round(0.975 * (len(found) - 1))]
 
@@ -227,6 +245,7 @@ def _verdict(dense: Curve, mine: Curve, others: Sequence[Curve]) -> Verdict:
         math.nan if reached is None else 1 - reached / mine.budget,
         interval(1 - flops / mine.budget for flops in drawn if flops is not None),
         outside,
+        dense.no_interval or mine.no_interval,
     )
 
 

@@ -199,7 +199,7 @@ def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
     if memory(large) * at_once > have:
         raise DepthgateError(
             f"{large.name} has {large.params:,} weights and needs about {memory(large) / 2**30:,.0f} GiB "
-            f"({at_once} at a time), and there are {have / 2**30:,.0f}: lower --budgets, --sizes, --spread or --center"
+            f"({at_once} at a time), and there are {have / 2**30:,.0f}: lower --parallel, --batch or --budgets"
         )
 
 

@@ -9,6 +9,7 @@ FITTED: dict[str, tuple[float, float]] = {"dense": (4e-3, -0.75), "mod": (4e-3, 
 _BUDGET = -0.0866  # half the rate at 3e15 FLOPs
 TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # times the rule, in a sweep
 _MOST = 9
+_POWERS = (-1.5, 0.0)  # two widths say little: a power outside is taken for noise
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,12 @@ def further(losses: Mapping[float, float], tried: Sequence[float]) -> list[float
 
 
 def fit(best: Sequence[tuple[int, float]], budget: float) -> tuple[float, float]:
-    """(width, best rate) of each size at a budget -> scale at 1e12 FLOPs, and power, by least squares of logarithms; of
-    one width, its rate."""
+    """(width, best rate) of each size at a budget -> scale at 1e12 FLOPs, and power within reason, by least squares of
+    logarithms; of one width, its rate."""
     x = [math.log(dim / 128) for dim, _ in best]
     y = [math.log(rate) for _, rate in best]
     mx, my = sum(x) / len(x), sum(y) / len(y)
     spread = sum((a - mx) ** 2 for a in x)
     power = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0
+    power = min(max(power, _POWERS[0]), _POWERS[1])
     return math.exp(my - power * mx) / _share(budget), power

@@ -16,13 +16,13 @@ from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed, duration
 from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
 from depthgate.isoflop.grid import CELLS, Cell, described
+from depthgate.isoflop.words import alone, flops, said
 from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.output import replace
 from depthgate.view.page import Html
 
 Row = Mapping[str, Any]
-_ALONE = "No verdict: there is no dense variant to compare with, or nothing to compare it with."
 _NOTE = (
     "Losses are causal (each router decides from the token alone, as in generation), in nats a token of held-out text. "
     "FLOPs are those of the matrix products, forward and backward, counted from the configuration, attention without "
@@ -39,12 +39,14 @@ def _shape(row: Row) -> list[str]:
     return [flops(row["budget"]), row["variant"], size, weights, flops(row["flops_per_token"]), tokens]
 
 
-def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool) -> None:
+def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool, config: IsoflopConfig) -> None:
     """What would be run."""
+    speed.probe(cells)
     seconds = [speed.seconds(cell) for cell in cells]
-    rows = [{**described(cell), "estimated_seconds": round(s, 1)} for cell, s in zip(cells, seconds, strict=True)]
+    rows = [{**described(cell), "estimated_seconds": _plain(s)} for cell, s in zip(cells, seconds, strict=True)]
     if as_json:
-        print(json.dumps({"cells": rows, "flops": sum(c.flops for c in cells), "estimated_seconds": sum(seconds)}))
+        told = {"flops": sum(cell.flops for cell in cells), "estimated_seconds": _plain(sum(seconds))}
+        print(json.dumps({"cells": rows, **told}))
         return
     heads = (*_SHAPE, "steps", "lr", "time")
     lines = [
@@ -52,12 +54,21 @@ def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool) -> None:
             *_shape(row),
             f"{row['steps']:,}",
             f"{row['lr']:g}",
-            duration(row["estimated_seconds"]),
+            duration(s),
         )
-        for row in rows
+        for row, s in zip(rows, seconds, strict=True)
     ]
     _print_table(f"{len(cells)} cells, {sum(cell.flops for cell in cells):.3g} FLOPs", heads, lines)
-    print(f"about {duration(sum(seconds))} one after another; nothing was trained")
+    print(f"one after another: {duration(sum(seconds))}, about; nothing was trained")
+    more = {
+        "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)": (
+            config.lr_sweep
+        ),
+        f"sizes beyond open ends (up to {config.more_sizes} for each curve)": config.more_sizes,
+        f"seeds around each minimum (up to {config.seeds_at_minimum})": config.seeds_at_minimum,
+    }
+    if asked := [what for what, wanted in more.items() if wanted]:
+        print(f"more cells may come: {'; '.join(asked)}")
 
 
 def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: IsoflopConfig, as_json: bool) -> None:
@@ -81,7 +92,7 @@ def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: Isofl
     for verdict in found:
         print(said(verdict))
     if not found:
-        print(_ALONE)
+        print(alone(curves))
     for name in ("results.jsonl", "results.csv", *pictures, "report.html"):
         print(out / name)
 
@@ -98,33 +109,6 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
     return names
 
 
-def said(verdict: Verdict) -> str:
-    """A verdict in words."""
-    where = f"{verdict.variant} against dense at {flops(verdict.budget)} FLOPs"
-    if verdict.refused:
-        return f"{where}: no verdict, {verdict.refused}"
-    lower = "lower" if verdict.gain >= 0 else "higher"
-    parts = [f"best loss {abs(verdict.gain):.2%} {lower}{_between(verdict.gain_interval, 'gain', '.2%')}"]
-    if math.isfinite(verdict.forward_saving):
-        less = f"{_less(verdict.forward_saving)}{_between(verdict.forward_interval, 'saving', '.0%')}"
-        parts.append(f"a forward pass of its smallest model with dense's best loss takes {less}")
-    else:
-        parts.append("no size of it reaches dense's best loss")
-    if math.isfinite(verdict.training_saving):
-        how = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
-        less = f"{_less(verdict.training_saving)}{_between(verdict.training_interval, 'saving', '.0%')}"
-        parts.append(f"to reach dense's best loss, training takes {less}{how}")
-    return f"{where}: {'; '.join(parts)}"
-
-
-def _less(saving: float) -> str:
-    return f"{abs(saving):.0%} {'fewer' if saving >= 0 else 'more'} FLOPs"
-
-
-def _between(found: Interval, what: str, form: str) -> str:
-    return "" if found is None else f" ({what} {found[0]:{form}} to {found[1]:{form}})"
-
-
 def _plain(value: Any) -> Any:
     """As JSON has it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -134,13 +118,15 @@ def _summary(curve: Curve) -> dict[str, Any]:
     return {
         "budget": curve.budget,
         "variant": curve.variant,
-        "loss": curve.loss,
+        "lowest": curve.lowest[1],
+        "loss": curve.loss if curve.bracketed else None,
         "loss_interval": curve.loss_interval,
-        "params": curve.params,
+        "params": curve.params if curve.bracketed else None,
         "params_interval": curve.params_interval,
-        "forward_flops_per_token": _forward(curve),
+        "forward_flops_per_token": _forward(curve) if curve.bracketed else None,
         "bracketed": curve.bracketed,
         "why": curve.why,
+        "no_interval": curve.no_interval,
     }
 
 
@@ -149,11 +135,6 @@ def _forward(curve: Curve) -> float:
 
 
 _BEST = ("budget", "variant", "best loss", "95%", "parameters", "95% ", "forward FLOPs a token", "bracketed")
-
-
-def flops(number: float) -> str:
-    """3e15, not 3e+15."""
-    return f"{number:.3g}".replace("e+", "e")
 
 
 def _best_line(curve: Curve) -> list[str]:
@@ -173,7 +154,7 @@ def _best_line(curve: Curve) -> list[str]:
                 "both sides",
             ]
             if curve.bracketed
-            else [f"below {min(loss for _, loss in curve.points):.4f}", "-", "-", "-", "-", "no"]
+            else [f"below {curve.lowest[1]:.4f}", "-", "-", "-", "-", "no"]
         ),
     ]
 
@@ -207,11 +188,12 @@ def _page(
     out: Path, rows: Sequence[Row], curves: Sequence[Curve], found: Sequence[Verdict], config: IsoflopConfig
 ) -> Html:
     sections: dict[str, object] = {
-        "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph(_ALONE)]),
+        "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph(alone(curves))]),
         "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
         "The best of each variant": pages.table(_BEST, [_best_line(curve) for curve in curves], _NOTE),
     }
-    if len({curve.budget for curve in curves}) > 1:
+    bracketed = [curve.variant for curve in curves if curve.bracketed]
+    if len(bracketed) > len(set(bracketed)):
         sections["The best loss against the budget"] = _trend(curves)
     if picture := _routing(out, rows):
         sections["What the best routed model computed"] = picture

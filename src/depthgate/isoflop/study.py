@@ -16,6 +16,7 @@ from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed
 from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits
 from depthgate.isoflop.launch import launch, parallel
+from depthgate.isoflop.more import more_cells
 from depthgate.isoflop.progress import Progress, short
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.report import print_grid, write
@@ -39,7 +40,7 @@ def run(config: IsoflopConfig, as_json: bool) -> int:
     """The whole study, or what is left of it; the exit code."""
     study = Study(config)
     if config.dry_run:
-        print_grid(study.cells, Speed(study.rows, study.device), as_json)
+        print_grid(study.cells, Speed(study.rows, study.device), as_json, config)
         return 0
     with _terminated_as_interrupted(), study.opened():
         study.run()
@@ -74,7 +75,7 @@ class Study:
         self.config, self.out = config, Path(config.out)
         self.device = _device(config)
         self.told = {name: value for name, value in asdict(config).items() if name not in _FREE}
-        self.told["budgets"] = config.budget_list
+        self.told |= {"budgets": config.budget_list, "context": config.tokens_in_sequence}
         for name in ("data", "validation"):
             if data := getattr(config, name):
                 self.told[f"{name}_hash"] = text.fingerprint(data)
@@ -182,7 +183,7 @@ class Study:
         if self.config.lr_sweep:
             self._sweep()
         self._run(self.cells)
-        while more := self._more():
+        while more := more_cells(self.grid, self.cells, self.rows, self._check_fits):
             self.cells += more
             self._run(more)
 
@@ -265,31 +266,6 @@ class Study:
                 if rows := [r for r in self.rows if (r["budget"], r["variant"]) == (budget, name)]:
                     found.append(fit.curve(rows))
         return found
-
-    def _more(self) -> list[Cell]:
-        """Cells that what is known now asks for: sizes beyond an open end, then more seeds around each minimum."""
-        config, more = self.config, list[Cell]()
-        known = {cell.name for cell in self.cells}
-        for curve in self.curves:
-            mine = [c for c in self.cells if (c.budget, c.variant) == (curve.budget, curve.variant)]
-            shapes = sorted({c.params: c.training.model for c in mine}.items())
-            losses = fit.means(curve.points)
-            lowest = min(range(len(losses)), key=lambda i: losses[i][1])
-            if len(losses) != len(shapes):
-                continue  # some failed, or are not asked for now
-            if lowest in (0, len(shapes) - 1) and len(shapes) < config.sizes + config.more_sizes:
-                end = self.grid.ladders[curve.variant].next(shapes[lowest][1], up=lowest > 0)
-                with suppress(DepthgateError):  # a size that cannot be trained is the end of the ladder
-                    new = [
-                        self.grid.cell(curve.budget, curve.variant, end, seed) for seed in range(config.seeds) if end
-                    ]
-                    self._check_fits([*new, *self.cells])
-                    more += new
-                continue
-            for _, shape in shapes[max(0, lowest - 1) : lowest + 2]:
-                for seed in range(config.seeds, config.seeds_at_minimum or config.seeds):
-                    more.append(self.grid.cell(curve.budget, curve.variant, shape, seed))
-        return [cell for cell in more if cell.name not in known]
 
 
 def _device(config: IsoflopConfig) -> str:

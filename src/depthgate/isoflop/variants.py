@@ -1,6 +1,7 @@
 """The kinds of models that are compared, and the ladder of sizes of each. Imports no torch."""
 
 import difflib
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -8,12 +9,15 @@ from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig
 from depthgate.errors import InvalidValueError
 from depthgate.ops.sizes import swiglu_hidden
 
-_MOD = {"pattern": "dense,mod", "capacity": 0.125}
+# Norms of queries and keys, and gates of one, were best in what docs/log.md tells of.
+_DENSE = {"pattern": "dense", "qk_norm": True}
+_MOD = {**_DENSE, "pattern": "dense,mod", "capacity": 0.125, "gate": "straight_through"}
+_EXPERTS = {"experts": 8, "top_k": 2}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "dense": {"pattern": "dense"},
+    "dense": _DENSE,
     "mod": _MOD,
-    "mode": {**_MOD, "pattern": "dense,mode", "experts": 8, "top_k": 2},
-    "moe": {"pattern": "dense,moe", "experts": 8, "top_k": 2},
+    "mode": {**_MOD, **_EXPERTS, "pattern": "dense,mode"},
+    "moe": {**_DENSE, **_EXPERTS, "pattern": "dense,moe"},
     "random": {**_MOD, "pattern": "dense,random"},
 }
 # What a study itself decides for every cell.
@@ -56,6 +60,7 @@ def parsed(text: str) -> Variant:
     model, training = dict(VARIANTS[name]), dict[str, Any]()
     kinds = {f.name: (model, f.type) for f in fields(ModelConfig)}
     kinds |= {f.name: (training, f.type) for f in fields(TrainConfig) if f.name not in kinds}
+    given_before = set[str]()
     for option in options:
         key, given, value = option.partition("=")
         if not given or key not in kinds or key in _FIXED:
@@ -63,6 +68,9 @@ def parsed(text: str) -> Variant:
                 f"variants has {text!r}: {key!r} is no option that a variant can set, as capacity=0.25"
             )
         place, kind = kinds[key]
+        if key in given_before:
+            raise InvalidValueError(f"variants has {text!r}: {key} stands twice, give it once")
+        given_before.add(key)
         place[key] = _value(text, key, value.replace("+", ","), kind)
     variant = Variant(text, model, training)
     replace(TrainConfig(), model=variant.shape(64, 257, 64), **training)  # values out of range are said here
@@ -74,6 +82,8 @@ def _value(text: str, key: str, value: str, kind: Any) -> Any:
     if kind is bool and value in ("true", "false"):
         return value == "true"
     try:
+        if kind is float and value and not math.isfinite(float(value)):
+            raise ValueError(value)
         if kind in (int, float, str) and value:
             return kind(value)
         if kind not in (int, float, str, bool):  # the others are numbers that may be left out
@@ -85,8 +95,8 @@ def _value(text: str, key: str, value: str, kind: Any) -> Any:
 
 
 def _heads(dim: int) -> int:
-    """Heads of about 64, or of about 32 in narrow models: kernels waste half their products on smaller ones."""
-    size = 64 if dim >= 128 else 32
+    """Heads of about 64, or of about 32 in narrow models: fewer than a handful of them learn to copy late."""
+    size = 64 if dim >= 512 else 32
     return min((n for n in range(1, dim // 8 + 1) if dim % (2 * n) == 0), key=lambda n: abs(dim / n - size))
 
 

@@ -1,0 +1,84 @@
+"""Cells that are added to a study as its losses come in: the same ones, wherever it was interrupted."""
+
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from depthgate.errors import DepthgateError
+from depthgate.flops import parameters
+from depthgate.isoflop.config import IsoflopConfig
+from depthgate.isoflop.grid import Grid
+from depthgate.isoflop.more import more_cells
+from depthgate.isoflop.rates import Rates
+
+
+def made(**options):
+    return Grid(IsoflopConfig(budgets=1e10, variants="dense", context=32, **options), "bytes", 257, "cpu", Rates({}))
+
+
+def rows_of(cells, best):
+    """As if each had been trained: losses of a parabola around `best` weights, and a little for the seed."""
+    return [
+        {
+            "cell": cell.name,
+            "budget": cell.budget,
+            "variant": cell.variant,
+            "params": cell.params,
+            "seed": cell.seed,
+            "loss_causal": 2 + 0.01 * math.log(cell.params / best) ** 2 + 1e-6 * cell.seed,
+        }
+        for cell in cells
+    ]
+
+
+def whole(grid, rows, best, stop=None):
+    """Run a study to its end, or until it has `stop` rows more: all rows."""
+    cells, rows, new = grid.cells(), list(rows), 0
+    todo = cells
+    while todo:
+        for cell in todo:
+            if cell.name not in {row["cell"] for row in rows}:
+                if new == stop:
+                    return rows
+                rows += rows_of([cell], best)
+                new += 1
+        todo = more_cells(grid, cells, rows, lambda _: None)
+        cells = [*cells, *todo]
+    return rows
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.floats(3e3, 3e6), st.integers(0, 4), st.integers(1, 2), st.integers(0, 2), st.integers(0, 14))
+def test_an_interrupted_study_ends_as_one_that_was_not(best, more_sizes, seeds, further, stop):
+    grid = made(sizes=3, more_sizes=more_sizes, seeds=seeds, seeds_at_minimum=seeds + further)
+    unbroken = whole(grid, [], best)
+    again = whole(grid, whole(grid, [], best, stop), best)
+    assert {row["cell"] for row in again} == {row["cell"] for row in unbroken}
+    sizes = sorted({row["params"] for row in unbroken})
+    assert 3 <= len(sizes) <= 3 + more_sizes
+    lowest = min(sizes, key=lambda size: abs(math.log(size / best)))
+    assert sum(row["params"] == lowest for row in unbroken) == seeds + further
+    smallest = sizes[0] == min(map(parameters, grid.ladders["dense"].shapes))
+    assert lowest not in (sizes[0], sizes[-1]) or len(sizes) == 3 + more_sizes or (smallest and lowest == sizes[0])
+
+
+def test_more_sizes_may_be_asked_for_later():
+    few, many = (made(sizes=3, more_sizes=n) for n in (1, 4))
+    first = whole(few, [], 2e3)
+    assert {row["cell"] for row in whole(many, first, 2e3)} == {row["cell"] for row in whole(many, [], 2e3)}
+
+
+def test_a_curve_with_a_failed_cell_is_left_alone():
+    grid = made(sizes=3, more_sizes=2)
+    cells = grid.cells()
+    assert more_cells(grid, cells, rows_of(cells[:-1], 1.0), lambda _: None) == []
+
+
+def test_a_size_that_does_not_fit_is_the_end():
+    grid = made(sizes=3, more_sizes=2)
+
+    def full(_):
+        raise DepthgateError("no room")
+
+    assert more_cells(grid, grid.cells(), rows_of(grid.cells(), 1e9), full) == []
