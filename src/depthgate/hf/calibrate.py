@@ -7,11 +7,11 @@ Routers look at tokens as they are. In a pretrained model some channels are a th
 one step of AdamW would turn a router over; a scaled one learns as if every channel had the size 1.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from depthgate.hf.language import Language
 from depthgate.ops.sizes import budget
@@ -26,23 +26,18 @@ _FIRST = 3.0  # how far above the others a document's first token is put, in sta
 _MATTERS = 10.0  # how much more than another it weighs in the fit
 
 
-class _Scaled(nn.Module):
-    """A weight (.., D) that is what is learnt times the scale of each channel."""
-
-    scale: Tensor
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(weight.shape[-1], device=weight.device))
-
-    def forward(self, learnt: Tensor) -> Tensor:
-        return learnt * self.scale
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight / self.scale
+@cache
+def _scaled_class(base: Any) -> Any:
+    """A class whose weight is what it learns times the scale of each channel. One for all modules of a class, so that
+    what is compiled for one of them serves all (parametrizations of torch make a class for each)."""
+    return type(f"Scaled{base.__name__}", (base,), {"weight": property(lambda self: self.learnt * self.scale)})
 
 
-def _readers(router: TopTokens) -> list[nn.Module]:
+def _is_scaled(part: Any) -> bool:
+    return "learnt" in part._parameters
+
+
+def _readers(router: TopTokens) -> list[Any]:
     """The parts of a router that look at tokens."""
     return [router.proj, router.rule.up] if isinstance(router.rule, Predictor) else [router.proj]
 
@@ -51,26 +46,37 @@ def scaled(language: Language) -> None:
     """Let routers learn with a scale for each channel, which `calibrate` sets."""
     for layer in language.routed:
         for part in _readers(layer.depth_router):
-            parametrize.register_parametrization(part, "weight", _Scaled(part.weight))  # type: ignore[arg-type]
+            part.learnt = part._parameters.pop("weight")
+            part.register_buffer("scale", torch.ones(part.learnt.shape[-1], device=part.learnt.device))
+            part.__class__ = _scaled_class(type(part))
 
 
 def unscaled(language: Language) -> None:
     """Plain weights again, of the same value."""
     for layer in language.routed:
         for part in _readers(layer.depth_router):
-            if parametrize.is_parametrized(part):
-                parametrize.remove_parametrizations(part, "weight")
+            if _is_scaled(part):
+                part.learnt.data = part.weight.detach()
+                part.__class__ = type(part).__bases__[0]
+                part.weight = part._parameters.pop("learnt")
+                del part.scale
+
+
+def _write(part: Any, weight: Tensor) -> None:
+    """Have a part's weight be this."""
+    if _is_scaled(part):
+        part.learnt.copy_(weight / part.scale)
+    else:
+        part.weight.copy_(weight)
 
 
 def _set_scale(router: TopTokens, scale: Tensor) -> None:
     """Weights keep their value, except for those of a predictor that has said nothing yet, which take the scale on."""
-    for part in _readers(router):
-        if not parametrize.is_parametrized(part):
-            continue
-        weight = part.weight.clone()  # type: ignore[operator]
+    for part in filter(_is_scaled, _readers(router)):
+        weight = part.weight
         new = isinstance(router.rule, Predictor) and part is router.rule.up and not router.rule.down.weight.any()
-        part.parametrizations.weight[0].scale.copy_(scale)  # type: ignore[index, union-attr]
-        part.weight = weight * scale if new else weight
+        part.scale.copy_(scale)
+        _write(part, weight * scale if new else weight)
 
 
 def is_neutral(language: Language) -> bool:
@@ -133,11 +139,7 @@ def _set(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: 
     scores = x @ fit[:-1].float()
     middle = scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
     times = spread / scores[~first].std().clamp(min=1e-12)
-    weight = (fit[:-1].float() * times)[None]
-    if parametrize.is_parametrized(router.proj):
-        router.proj.weight = weight
-    else:
-        router.proj.weight.copy_(weight)
+    _write(router.proj, (fit[:-1].float() * times)[None])
     assert router.proj.bias is not None
     router.proj.bias.fill_(float(-middle * times))
     if isinstance(router.rule, Threshold):

@@ -77,7 +77,8 @@ class _Finetuning:
             self._restore()
         elif self.config.calibrate:
             rows = self.packed.rows(range(-(-self.config.calibrate // self.config.seq)))
-            calibrate(self.student.language, rows, self.goal)
+            with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled for it
+                calibrate(self.student.language, rows, self.goal)
         saved = self.state["step"] if resume else -1
         with stop_signals() as stopped, self._record() as record:
             stream = batches(self.packed, self.config.batch, self.state["sequences"], self.config.workers)

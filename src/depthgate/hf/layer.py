@@ -5,9 +5,7 @@
 Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -40,7 +38,6 @@ class RoutedLayer(_Layer):
     names: ClassVar[tuple[str, ...]]  # of the arguments of the layer's own forward that come after hidden_states
     depth_router: TopTokens
     rule_loss: float
-    compiled: Callable[..., Tensor] | None = None  # the layer's own forward, where it has been compiled
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = hidden_states
@@ -122,11 +119,10 @@ class RoutedLayer(_Layer):
         for name in ("position_ids", "position_embeddings"):
             if call.get(name) is not None:
                 call[name] = chosen(call[name])
-        own = super().forward if self.compiled is None else partial(self.compiled, self)
+        old = part.dispatch(mine)[:, 0]
+        given = old if part.filled is None else old.masked_fill(~part.filled[:, 0, :, None], 0)
         with _without_plans(x.is_cuda and before and not fixed):
-            old = part.dispatch(mine)[:, 0]
-            given = old if part.filled is None else old.masked_fill(~part.filled[:, 0, :, None], 0)
-            out = own(given, **call)
+            out = super().forward(given, **call)
         y = part.merge(mine, out[:, None], old)
         return y if rows is None else x.to(y.dtype).index_copy(0, rows, y)
 

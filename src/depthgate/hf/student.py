@@ -16,10 +16,9 @@ from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.conversion import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
 from depthgate.hf.language import Language, cast, dense_of
-from depthgate.hf.layer import RoutedLayer
 from depthgate.ops.distill import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.routing import Threshold, routed_share
+from depthgate.routing import Slots, Threshold, routed_share
 from depthgate.train.batches import Rows
 from depthgate.train.progress import matmul_rate
 
@@ -65,6 +64,9 @@ class Student:
         for layer in language.routed:
             layer.rule_loss /= config.accumulate  # every part adds it
             layer.depth_router.through_gates = model.config.depthgate["rule"] != "scores"
+            router: Any = layer.depth_router
+            router.share = torch.zeros((), device=device)
+            router.register_forward_hook(_note_share)
             if isinstance(layer.depth_router.rule, Threshold):  # scores move much in a short time
                 layer.depth_router.rule.decay = _DECAY
         if config.checkpointing:
@@ -100,12 +102,13 @@ class Student:
         total = torch.zeros((), device=self.device)
         shares: list[list[Tensor]] = []
         for part in (Rows(*p) for p in zip(*(t.chunk(self.config.accumulate) for t in rows), strict=True)):
-            with self.language.plans() as plans, self._precision():
+            with self._precision():
                 loss = self._loss(part)
             weight = (part.targets >= 0).sum() / targets
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += loss.detach() * weight
-            shares.append([routed_share(plan) for plan in plans])
+            routers: list[Any] = [layer.depth_router for layer in self.language.routed]
+            shares.append([router.share for router in routers])
         return total, [torch.stack(layer).mean() for layer in zip(*shares, strict=True)]
 
     def _precision(self) -> AbstractContextManager[object]:
@@ -153,16 +156,17 @@ class Student:
         return cast(self.language.model, self.stored).eval()
 
 
+def _note_share(router: Any, _: Any, plan: Slots) -> None:
+    """Kept on the router, as a list that grew from layer to layer would be compiled for anew."""
+    router.share = routed_share(plan).detach()
+
+
 def _compile_layers(model: Any) -> None:
-    """Compile what layers do, once for all of them and for each number of tokens. Routers stay as they are."""
+    """Compile layers, once for all of a kind and for each number of tokens that they take."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # stages of the capacity
     family = FAMILIES[model.config.model_type.removeprefix(PREFIX)]
     for layer in getattr(model.base_model, family.layers):
-        if isinstance(layer, RoutedLayer):
-            own = super(RoutedLayer, type(layer)).forward
-            layer.compiled = torch.compile(own, dynamic=False)
-        else:
-            layer.compile(dynamic=False)
+        layer.compile(dynamic=False)
 
 
 def _with_lora(model: Any, rank: int) -> Any:
