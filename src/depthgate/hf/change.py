@@ -18,7 +18,7 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
     shares: list[Tensor] = []
 
     def measure(_: Any, args: tuple[Any, ...], out: Tensor) -> None:
-        x, y = args[0].float(), out.float()
+        x, y = args[0].to(out.device).float(), out.float()  # a hook of accelerate moves it behind this one
         share = (y - x).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-12)
         weight = torch.ones_like(share) if mask is None else mask.to(share)
         shares.append((share * weight).sum() / weight.sum().clamp(min=1))

@@ -72,6 +72,11 @@ def family_of(model: Any) -> str:
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
         raise InvalidValueError(f"{name} cannot be routed, only a {FAMILIES[kind].model}, the model with its head")
+    for i, layer in enumerate(getattr(model.base_model, FAMILIES[kind].layers)):
+        if "forward" in vars(layer) and "_old_forward" not in vars(layer):  # those of accelerate's hooks are known
+            raise InvalidValueError(
+                f"layer {i} of {name} has a forward of its own: convert the model before that is set"
+            )
     return kind
 
 
