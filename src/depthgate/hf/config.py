@@ -82,7 +82,8 @@ class ConvertConfig:
         gate: what a routed row is multiplied by
         rule: how a token is routed causally
         text: file of text that `--layers auto` measures on
-        probe: tokens of each of the two sequences that the converted model is compared on with the dense one
+        probe: tokens of each of the two sequences that the converted model is compared on with the dense one; they come
+            after as many as its window of attention holds, if that is 1024 at most
         seed: seed of those sequences
         to: of a run, the family it must become: llama, or qwen3 (where it normalises queries and keys)
     """

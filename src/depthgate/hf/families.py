@@ -29,23 +29,24 @@ class Family(NamedTuple):
     layers: str = "layers"  # the decoder's list of layers
     attention: str = "self_attn"  # a layer's attention
     cache: str = "past_key_values"  # a layer's argument
+    window: bool = False  # whether attention takes its window from the config, where it has none of its own
 
 
-def _usual(module: str, name: str, config: str | None = None) -> Family:
-    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", f"{name}DecoderLayer")
+def _usual(module: str, name: str, config: str | None = None, window: bool = False) -> Family:
+    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", f"{name}DecoderLayer", window=window)
 
 
 FAMILIES = {
     "llama": _usual("llama", "Llama"),
     "qwen2": _usual("qwen2", "Qwen2"),
     "qwen3": _usual("qwen3", "Qwen3"),
-    "mistral": _usual("mistral", "Mistral"),
+    "mistral": _usual("mistral", "Mistral", window=True),
     "gemma3_text": _usual("gemma3", "Gemma3", "Gemma3TextConfig"),
     "olmo2": _usual("olmo2", "Olmo2"),
-    "phi3": _usual("phi3", "Phi3"),
+    "phi3": _usual("phi3", "Phi3", window=True),
     "granite": _usual("granite", "Granite"),
     "smollm3": _usual("smollm3", "SmolLM3"),
-    "mixtral": _usual("mixtral", "Mixtral"),
+    "mixtral": _usual("mixtral", "Mixtral", window=True),
     "qwen3_moe": _usual("qwen3_moe", "Qwen3Moe"),
     "gpt_neox": Family(
         "gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM", "GPTNeoXLayer", attention="attention", cache="layer_past"

@@ -144,7 +144,9 @@ class RoutedLayer(_Layer):
         return (None, plan) if len(rows) == len(plan.index) else (rows, plan.rows(rows, plan.index.shape[-1]))
 
     def _window(self) -> int | None:
-        """How many slots back attention looks, its own among them; None: all."""
+        """How many slots back attention looks, its own among them; None: all. Configs may name a window that their
+        family does not look at."""
         attention = self._attention
-        window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        told = attention.config if self.family.window else None
+        window: int | None = getattr(attention, "sliding_window", getattr(told, "sliding_window", None))
         return window
