@@ -13,7 +13,7 @@ from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.layer import RoutedLayer
+from depthgate.hf.layer import DepthRouter, RoutedLayer
 from depthgate.hf.tokens import PADDING, argument_names, hand_down
 from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Predictor, Threshold
@@ -96,7 +96,7 @@ def install(model: Any) -> None:
     layers = getattr(decoder, FAMILIES[kind].layers)
     for i in routing.layers:
         layer = layers[i]
-        router = TopTokens(model.config.hidden_size, routing.capacity, gate=routing.gate, rule=routing.rule)
+        router = DepthRouter(model.config.hidden_size, routing.capacity, gate=routing.gate, rule=routing.rule)
         neutral(router)
         layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)
         layer.rule_loss = routing.rule_loss
