@@ -61,7 +61,7 @@ def test_json_is_one_object(folder, capsys):
 
 def test_a_gate_that_is_not_neutral_fails_and_writes_nothing(folder, capsys):
     assert convert(folder, "--gate", "sigmoid") == 2
-    assert "differ from the dense model's" in capsys.readouterr().err
+    assert "gate is 'sigmoid', which is not 1 before" in capsys.readouterr().err
     assert [path.name for path in folder.parent.iterdir()] == ["dense"]
 
 

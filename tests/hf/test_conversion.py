@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 
 import depthgate as dg
+from depthgate.hf.config import NEUTRAL_GATES
+from depthgate.routing import GATES
 from tests.conftest import close
 from tests.hf.zoo import dense, plans_of, routed, tokens
 
@@ -32,6 +34,8 @@ from tests.hf.zoo import dense, plans_of, routed, tokens
         ({"layers": "auto", "calibration": "text"}, "needs token ids"),
         ({"layers": "auto", "calibration": torch.zeros(0, 4).long()}, "needs token ids"),
         ({"gate": "relu"}, "gate is 'relu'"),
+        ({"gate": "sigmoid"}, "gate is 'sigmoid', which is not 1 .*: use one_plus_tanh or straight_through"),
+        ({"gate": "raw"}, "gate is 'raw', which is not 1"),
         ({"rule": "magic"}, "rule is 'magic'"),
         ({"rule_loss": 2}, "rule_loss is 2"),
     ],
@@ -107,6 +111,11 @@ def test_padding_has_no_say_in_how_much_layers_change():
     mask = (torch.arange(14) < 9).long().expand(2, 14)
     padded = dg.hf.layer_changes(model, {"input_ids": longer, "attention_mask": mask})
     close(torch.tensor(padded), torch.tensor(dg.hf.layer_changes(model, ids)))
+
+
+def test_gates_that_are_taken_are_those_that_are_one_at_first():
+    found = [name for name, gate in GATES.items() if torch.equal(gate(torch.zeros(1)), torch.ones(1))]
+    assert sorted(found) == sorted(NEUTRAL_GATES)
 
 
 @pytest.mark.parametrize("rule", ["scores", "predictor", "threshold"])

@@ -49,7 +49,7 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     if not difference <= _TOLERANCE[model.dtype]:
         raise DepthgateError(
             f"at capacity 1 the logits differ from the dense model's by {difference:.1e} of the largest: nothing is "
-            f"written; use the gate one_plus_tanh or straight_through (this was {config.gate})"
+            "written; please report this, with the model's config.json"
         )
     set_capacity(model, config.capacity)
     save(model, partial(copy_text, source), out, probe[:, :last])
