@@ -33,6 +33,8 @@ from tests.hf.zoo import dense, plans_of, routed, tokens
         ({"calibration": torch.ones(1, 4).long()}, "calibration go together"),
         ({"layers": "auto", "calibration": "text"}, "needs token ids"),
         ({"layers": "auto", "calibration": torch.zeros(0, 4).long()}, "needs token ids"),
+        ({"layers": "auto", "calibration": torch.tensor([[3, 96]])}, "has the id 96, but the model's are 0 to 95"),
+        ({"layers": "auto", "calibration": torch.tensor([[3, -1]])}, "has the id -1"),
         ({"gate": "relu"}, "gate is 'relu'"),
         ({"gate": "sigmoid"}, "gate is 'sigmoid', which is not 1 .*: use one_plus_tanh or straight_through"),
         ({"gate": "raw"}, "gate is 'raw', which is not 1"),
@@ -76,6 +78,14 @@ def test_models_that_cannot_be_routed_are_refused_by_name():
     ]:
         with pytest.raises(dg.DepthgateError, match=why):
             dg.hf.convert(model)
+
+
+def test_a_model_with_an_adapter_is_refused_with_what_to_do():
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
+    model = peft.get_peft_model(dense("llama"), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(dg.DepthgateError, match=r"PeftModelForCausalLM: call merge_and_unload\(\)"):
+        dg.hf.convert(model)
+    assert dg.hf.convert(model.merge_and_unload()).config.depthgate["layers"] == [1, 3]
 
 
 def test_another_model_of_the_same_config_stays_dense():

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,16 @@ def check_new(out: Path, source: Path) -> None:
         raise InvalidValueError(f"{out} is there already: give --out a folder that is not")
     if source.is_dir() and source.resolve() in out.resolve().parents:
         raise InvalidValueError(f"{out} is within {source}, which stays as it is: give --out another folder")
+    there = next(parent for parent in out.absolute().parents if os.path.exists(parent))
+    try:
+        tempfile.TemporaryDirectory(prefix=".depthgate.", dir=there).cleanup()
+    except OSError as error:
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(out: Path, error: OSError) -> DepthgateError:
+    why = error.strerror or error
+    return DepthgateError(f"cannot write {out} ({why}): give --out a folder where there is room, and which is yours")
 
 
 @torch.no_grad()
@@ -105,13 +116,15 @@ def save(model: Any, tokenizer: Any, out: Path, probe: Tensor) -> None:
     """Write the folder beside where it goes, see that it loads, and only then give it its name. `tokenizer` writes its
     files into a folder."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         model.save_pretrained(part)
         tokenizer(part)
         if distance(logits(load(part), probe), logits(model, probe)) > 0:
             raise DepthgateError(f"what was saved is not what was converted: {out} is not written")
         part.rename(out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

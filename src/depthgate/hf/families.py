@@ -68,7 +68,11 @@ def family_of(model: Any) -> str:
     except ImportError:
         raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
     if not isinstance(model, PreTrainedModel):
-        raise InvalidValueError(f"model is a {type(model).__name__}: it must be a transformers model")
+        adapted = hasattr(model, "merge_and_unload")
+        hint = ": call merge_and_unload() and convert what it gives, or convert before the adapter is added"
+        raise InvalidValueError(
+            f"model is a {type(model).__name__}{hint if adapted else ': it must be a transformers model'}"
+        )
     kind, name = str(model.config.model_type), type(model).__name__
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
@@ -85,7 +89,10 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     """Refuse a model that cannot be routed by what its config says, before anything is loaded."""
     kind = values["model_type"]
     if kind.startswith(PREFIX):
-        raise InvalidValueError("the model is routed already: change its capacity with dg.hf.set_capacity")
+        raise InvalidValueError(
+            "the model is routed already: for another capacity run depthgate finetune --capacity, or call "
+            "dg.hf.set_capacity; for other layers convert the dense model"
+        )
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:
