@@ -61,7 +61,7 @@ def test_json_is_one_object(folder, capsys):
 
 def test_a_gate_that_is_not_neutral_fails_and_writes_nothing(folder, capsys):
     assert convert(folder, "--gate", "sigmoid") == 2
-    assert "differ from the dense model's" in capsys.readouterr().err
+    assert "gate is 'sigmoid', which is not 1 before" in capsys.readouterr().err
     assert [path.name for path in folder.parent.iterdir()] == ["dense"]
 
 
@@ -135,6 +135,9 @@ def rewrite(folder, **values):
         (lambda f: rewrite(f, hidden_size=2**20, vocab_size=2**28), [], "weights have other sizes"),
         (lambda f: rewrite(f, hidden_size="32"), [], "cannot be loaded: .*hidden_size.*expected int"),
         (lambda f: rewrite(f, num_hidden_layers=0), [], "cannot be loaded: .*num_hidden_layers"),
+        (lambda f: rewrite(f, num_hidden_layers=-1), [], "num_hidden_layers is -1: it must be a whole number from 1"),
+        (lambda f: None, ["--out", "/proc/x"], r"cannot write /proc/x \(.*\): give --out a folder"),
+        (lambda f: None, ["--out", f"{__file__}/x/y"], r"cannot write .*/x/y \(.*\): give --out a folder"),
         (spoil, [], "not finite: its weights are damaged"),
         (lose_shard, [], "cannot be loaded: .*model-00002"),
         (pickled, [], "a pickle that is damaged or names code, which is never run: take safetensors"),
@@ -158,7 +161,7 @@ def rewrite(folder, **values):
         ),
         (lambda f: rewrite(f, model_type=3), [], "does not name a model_type"),
         (lambda f: rewrite(f, model_type="t5", is_encoder_decoder=True), [], "reads an encoder's output"),
-        (lambda f: rewrite(f, model_type="depthgate_qwen3"), [], "routed already"),
+        (lambda f: rewrite(f, model_type="depthgate_qwen3"), [], "routed already: .* depthgate finetune --capacity"),
         (lambda f: rewrite(f, auto_map={"AutoModelForCausalLM": "evil.Evil"}), [], "names code to run"),
         (lambda f: rewrite(f, quantization_config={"quant_method": "gptq"}), [], "has quantised weights"),
         (lambda f: (f.parent / "routed").mkdir(), [], "is there already"),

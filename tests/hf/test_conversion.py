@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 
 import depthgate as dg
+from depthgate.hf.config import NEUTRAL_GATES
+from depthgate.routing import GATES
 from tests.conftest import close
 from tests.hf.zoo import dense, plans_of, routed, tokens
 
@@ -31,7 +33,11 @@ from tests.hf.zoo import dense, plans_of, routed, tokens
         ({"calibration": torch.ones(1, 4).long()}, "calibration go together"),
         ({"layers": "auto", "calibration": "text"}, "needs token ids"),
         ({"layers": "auto", "calibration": torch.zeros(0, 4).long()}, "needs token ids"),
+        ({"layers": "auto", "calibration": torch.tensor([[3, 96]])}, "has the id 96, but the model's are 0 to 95"),
+        ({"layers": "auto", "calibration": torch.tensor([[3, -1]])}, "has the id -1"),
         ({"gate": "relu"}, "gate is 'relu'"),
+        ({"gate": "sigmoid"}, "gate is 'sigmoid', which is not 1 .*: use one_plus_tanh or straight_through"),
+        ({"gate": "raw"}, "gate is 'raw', which is not 1"),
         ({"rule": "magic"}, "rule is 'magic'"),
         ({"rule_loss": 2}, "rule_loss is 2"),
     ],
@@ -74,6 +80,14 @@ def test_models_that_cannot_be_routed_are_refused_by_name():
             dg.hf.convert(model)
 
 
+def test_a_model_with_an_adapter_is_refused_with_what_to_do():
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
+    model = peft.get_peft_model(dense("llama"), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    with pytest.raises(dg.DepthgateError, match=r"PeftModelForCausalLM: call merge_and_unload\(\)"):
+        dg.hf.convert(model)
+    assert dg.hf.convert(model.merge_and_unload()).config.depthgate["layers"] == [1, 3]
+
+
 def test_another_model_of_the_same_config_stays_dense():
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1
@@ -107,6 +121,11 @@ def test_padding_has_no_say_in_how_much_layers_change():
     mask = (torch.arange(14) < 9).long().expand(2, 14)
     padded = dg.hf.layer_changes(model, {"input_ids": longer, "attention_mask": mask})
     close(torch.tensor(padded), torch.tensor(dg.hf.layer_changes(model, ids)))
+
+
+def test_gates_that_are_taken_are_those_that_are_one_at_first():
+    found = [name for name, gate in GATES.items() if torch.equal(gate(torch.zeros(1)), torch.ones(1))]
+    assert sorted(found) == sorted(NEUTRAL_GATES)
 
 
 @pytest.mark.parametrize("rule", ["scores", "predictor", "threshold"])

@@ -68,6 +68,16 @@ def test_it_recovers_what_routing_lost_and_leaves_the_model_alone(home, capsys):
     assert (home / "out" / "tokenizer.json").read_bytes() == before["tokenizer.json"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "share", "want"),
+    [(3, "0.1", [1.0, 0.5, 0.5]), (3, "1", [1.0, 0.75, 0.5]), (2, "0", [0.5, 0.5]), (1, "0.1", [0.5])],
+)
+def test_short_runs_begin_dense_and_end_at_the_goal(home, steps, share, want):
+    assert finetune(home, "out", "--steps", str(steps), "--capacity_share", share) == 0
+    assert [row["capacity"] for row in rows(home / "out")] == want
+    assert AutoModelForCausalLM.from_pretrained(home / "out").config.depthgate["capacity"] == 0.5
+
+
 @pytest.mark.parametrize("train", ["full", "router", "lora"])
 def test_what_is_asked_for_is_trained(home, train):
     if train == "lora":

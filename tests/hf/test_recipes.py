@@ -1,12 +1,15 @@
 """The recipes of docs/huggingface.md, a real step each: HF Trainer, TRL SFT, PEFT LoRA; and continuous batching, which
 routed models refuse."""
 
+import inspect
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 import depthgate as dg
 from tests.hf.words import save_model, texts
@@ -14,13 +17,13 @@ from tests.hf.zoo import tokens
 
 
 class Anneal(TrainerCallback):
-    """The capacity falls from 1 to `goal` over the first half of the steps."""
+    """The capacity falls from 1 to `goal` over the first tenth of the steps."""
 
     def __init__(self, goal):
         self.goal = goal
 
     def on_step_begin(self, args, state, control, model=None, **kwargs):
-        done = min(1.0, 2 * state.global_step / state.max_steps)
+        done = min(1.0, 10 * state.global_step / state.max_steps)
         dg.hf.set_capacity(model, 1 + (self.goal - 1) * done)
 
 
@@ -41,6 +44,15 @@ def arguments(tmp_path, kind=TrainingArguments, **more):
         disable_tqdm=True,
         **more,
     )
+
+
+def test_the_capacity_falls_over_a_tenth_of_the_steps_as_the_document_has_it(folder):
+    document = Path(__file__).parents[2] / "docs" / "huggingface.md"
+    assert inspect.getsource(Anneal) in document.read_text(encoding="utf-8")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for step, want in [(0, 1.0), (5, 0.75), (10, 0.5), (11, 0.5), (99, 0.5)]:
+        Anneal(0.5).on_step_begin(None, TrainerState(global_step=step, max_steps=100), None, model)
+        assert model.config.depthgate["capacity"] == want
 
 
 def moved(before, after):

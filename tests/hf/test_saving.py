@@ -79,6 +79,31 @@ def test_a_reloaded_model_trains_and_generates_as_before(tmp_path):
     assert torch.equal(*losses)
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "cast",
+    [
+        lambda model: model.to(torch.bfloat16),
+        lambda model: model.half(),
+        lambda model: model.double(),
+        lambda model: model.to("cpu", torch.bfloat16).train().eval(),
+        lambda model: model.to("meta").to_empty(device="cpu"),
+    ],
+)
+@torch.no_grad()
+def test_routers_stay_in_float32_whatever_a_model_is_cast_to(tmp_path, cast, rule):
+    model, ids = routed("gpt2", rule=rule), tokens(2, 12)  # others' rotary frequencies are cast, and loaded uncast
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    cast(model)
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == (torch.float32 if "depth_router" in name else model.dtype), name
+    if model.dtype != torch.float32:
+        assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items() if "router" in key)
+        model.save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
 def test_a_dense_checkpoint_loads_into_a_routed_class_and_is_neutral(tmp_path):
     model = dense("llama")
     model.save_pretrained(tmp_path)

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from depthgate.hf.language import Language
 from depthgate.ops.sizes import budget
@@ -48,7 +48,8 @@ def scaled(language: Language) -> None:
         for part in _readers(layer.depth_router):
             part.learnt = part._parameters.pop("weight")
             part.register_buffer("scale", torch.ones(part.learnt.shape[-1], device=part.learnt.device))
-            part.__class__ = _scaled_class(type(part))
+            kind: Any = type(part)
+            part.__class__ = _scaled_class(kind)
 
 
 def unscaled(language: Language) -> None:

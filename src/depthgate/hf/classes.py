@@ -3,6 +3,7 @@
 import warnings
 from functools import cache, partial, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.layer import RoutedLayer
+from depthgate.hf.layer import DepthRouter, RoutedLayer
 from depthgate.hf.tokens import PADDING, argument_names, hand_down
 from depthgate.routing.routers import TopTokens
 from depthgate.routing.rules import Predictor, Threshold
@@ -95,17 +96,25 @@ def install(model: Any) -> None:
     layers = getattr(decoder, FAMILIES[kind].layers)
     for i in routing.layers:
         layer = layers[i]
-        router = TopTokens(model.config.hidden_size, routing.capacity, gate=routing.gate, rule=routing.rule)
+        router = DepthRouter(model.config.hidden_size, routing.capacity, gate=routing.gate, rule=routing.rule)
         neutral(router)
-        weight = next(layer.parameters())
-        layer.depth_router = router.to(weight.device, torch.float32).train(layer.training)
+        layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)
         layer.rule_loss = routing.rule_loss
         layer.__class__ = layer_class(kind)
+        if "_old_forward" in vars(layer):  # what a hook of accelerate calls, which is on the layer already
+            layer._old_forward = MethodType(type(layer).forward, layer)
     names = argument_names(type(decoder).forward)
     decoder.register_forward_pre_hook(partial(hand_down, names), with_kwargs=True)
     for part in (model, decoder):  # names that transformers looks at when it places a model on devices
         part._no_split_modules = {*(part._no_split_modules or ()), layer_class(kind).__name__}
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), ROUTER}
+
+
+def _device(layer: Any) -> Any:
+    """Where a layer computes: where its weights are, unless accelerate fetches them for it."""
+    hooks = [getattr(part, "_hf_hook", None) for part in layer.modules()]
+    given = [device for hook in hooks if (device := getattr(hook, "execution_device", None)) is not None]
+    return given[0] if given else next(layer.parameters()).device
 
 
 def with_padding(prepare: Any) -> Any:

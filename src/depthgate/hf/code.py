@@ -64,6 +64,10 @@ def check_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise DepthgateError(f"{path} cannot be loaded: it does not name a model_type")
     kind = config["model_type"]
+    for name in ("num_hidden_layers", "n_layer"):
+        depth = config.get(name, 1)
+        if isinstance(depth, int) and depth < 1:  # transformers would make a model without layers
+            raise DepthgateError(f"{path} cannot be loaded: {name} is {depth}: it must be a whole number from 1")
     check_code(config.get("auto_map"), kind if kind.removeprefix(PREFIX) in FAMILIES else "")
     return config
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, tor
 # What lies beside the weights and is about text, not about the model.
 _TEXT_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 _CALIBRATION = (8, 256)  # sequences, and tokens of each
+_WINDOW = 1024  # the longest window of attention that is looked beyond without being asked to
 
 
 def run(config: ConvertConfig, as_json: bool) -> int:
@@ -38,23 +40,32 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     if layers == "auto":
         changes = layer_changes(model, _calibration(source, Path(config.text or ""), model))
         layers = least_changing(changes)
-    length = min(config.probe, model.config.max_position_embeddings)
-    chance = torch.Generator().manual_seed(config.seed)
-    probe = torch.randint(model.config.vocab_size, (2, length), generator=chance)
-    dense = logits(model, probe)
+    probe, last = _probe(config, model.config)
+    dense = logits(model, probe, logits_to_keep=last)
     if not dense.isfinite().all():
         raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
     convert(model, 1.0, layers, gate=config.gate, rule=config.rule)
-    difference = max(distance(logits(model, probe, causal_routing=causal), dense) for causal in (True, False))
+    routed = (logits(model, probe, causal_routing=causal, logits_to_keep=last) for causal in (True, False))
+    difference = max(distance(each, dense) for each in routed)
     if not difference <= _TOLERANCE[model.dtype]:
         raise DepthgateError(
             f"at capacity 1 the logits differ from the dense model's by {difference:.1e} of the largest: nothing is "
-            f"written; use the gate one_plus_tanh or straight_through (this was {config.gate})"
+            "written; please report this, with the model's config.json"
         )
     set_capacity(model, config.capacity)
-    save(model, partial(copy_text, source), out, probe)
+    save(model, partial(copy_text, source), out, probe[:, :last])
     _report(model.config, changes, difference, out, as_json)
     return 0
+
+
+def _probe(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
+    """Random sequences for a model of this config, and how many of their last tokens are compared. They come after
+    as many as a window holds, where there is one: before that, nobody could tell whether it is kept."""
+    room, window = model.max_position_embeddings, getattr(model, "sliding_window", None)
+    last = min(config.probe, room)
+    before = window if isinstance(window, int) and 0 < window <= _WINDOW else 0
+    chance = torch.Generator().manual_seed(config.seed)
+    return torch.randint(model.vocab_size, (2, min(before + last, room)), generator=chance), last
 
 
 def check_new(out: Path, source: Path) -> None:
@@ -63,6 +74,16 @@ def check_new(out: Path, source: Path) -> None:
         raise InvalidValueError(f"{out} is there already: give --out a folder that is not")
     if source.is_dir() and source.resolve() in out.resolve().parents:
         raise InvalidValueError(f"{out} is within {source}, which stays as it is: give --out another folder")
+    there = next(parent for parent in out.absolute().parents if os.path.exists(parent))
+    try:
+        tempfile.TemporaryDirectory(prefix=".depthgate.", dir=there).cleanup()
+    except OSError as error:
+        raise _unwritable(out, error) from None
+
+
+def _unwritable(out: Path, error: OSError) -> DepthgateError:
+    why = error.strerror or error
+    return DepthgateError(f"cannot write {out} ({why}): give --out a folder where there is room, and which is yours")
 
 
 @torch.no_grad()
@@ -95,13 +116,15 @@ def save(model: Any, tokenizer: Any, out: Path, probe: Tensor) -> None:
     """Write the folder beside where it goes, see that it loads, and only then give it its name. `tokenizer` writes its
     files into a folder."""
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         model.save_pretrained(part)
         tokenizer(part)
         if distance(logits(load(part), probe), logits(model, probe)) > 0:
             raise DepthgateError(f"what was saved is not what was converted: {out} is not written")
         part.rename(out)
+    except OSError as error:
+        raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

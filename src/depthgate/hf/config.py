@@ -15,6 +15,18 @@ from depthgate.errors import (
     check_probability,
 )
 
+NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # that are 1 at a score of 0
+
+
+def check_neutral(gate: str) -> str:
+    """A gate that a model which others have trained can be given: at first it changes nothing."""
+    if check_choice(gate, "gate", GATE_NAMES) not in NEUTRAL_GATES:
+        raise InvalidValueError(
+            f"gate is {gate!r}, which is not 1 before the router has learnt anything, and would change what the model "
+            f"says: use {' or '.join(NEUTRAL_GATES)}"
+        )
+    return gate
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -79,10 +91,11 @@ class ConvertConfig:
         out: folder to write; it must not be there yet
         capacity: share of the tokens that go through a routed layer
         layers: every_other, auto (those that change their tokens least on --text), or numbers of layers, as 1,3,5
-        gate: what a routed row is multiplied by
+        gate: what a routed row is multiplied by: one_plus_tanh or straight_through, which are 1 at first
         rule: how a token is routed causally
         text: file of text that `--layers auto` measures on
-        probe: tokens of each of the two sequences that the converted model is compared on with the dense one
+        probe: tokens of each of the two sequences that the converted model is compared on with the dense one; they come
+            after as many as its window of attention holds, if that is 1024 at most
         seed: seed of those sequences
         to: of a run, the family it must become: llama, or qwen3 (where it normalises queries and keys)
     """
@@ -100,7 +113,7 @@ class ConvertConfig:
 
     def __post_init__(self) -> None:
         check_capacity(self.capacity)
-        check_choice(self.gate, "gate", GATE_NAMES)
+        check_neutral(self.gate)
         check_choice(self.rule, "rule", RULE_NAMES)
         check_count(self.probe, "probe", minimum=2, maximum=2**16)
         if self.to is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from depthgate.errors import InvalidValueError, check_capacity
 from depthgate.hf.change import layer_changes, least_changing
 from depthgate.hf.classes import install, model_classes
-from depthgate.hf.config import Routing, checked_layers
+from depthgate.hf.config import Routing, check_neutral, checked_layers
 from depthgate.hf.families import family_of
 from depthgate.hf.layer import RoutedLayer
 from depthgate.routing.routers import TopTokens
@@ -25,8 +25,9 @@ def convert(
 ) -> Any:
     """Route `layers` of a transformers causal language model, in place; the model is also returned.
 
-    Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1, and every causal rule routes
-    all tokens: in evaluation the model is at first what it was before, and with capacity 1 in training, too.
+    Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1 (others are refused), and
+    every causal rule routes all tokens: in evaluation the model is at first what it was before, and with capacity 1 in
+    training, too.
 
     layers: 'every_other' (1, 3, ...), numbers of layers, or 'auto': the half that changes its tokens least on
     `calibration`, token ids (B, T) or a dict of the model's inputs. rule_loss: weight of the loss that teaches the
@@ -34,6 +35,7 @@ def convert(
     """
     kind = family_of(model)
     depth = model.config.num_hidden_layers
+    check_neutral(gate)
     Routing((0,), capacity, gate, rule, rule_loss)  # refuse what is wrong before anything is measured
     if (isinstance(layers, str) and layers == "auto") != (calibration is not None):
         raise InvalidValueError("layers='auto' and calibration go together: give both, or neither")

@@ -26,7 +26,6 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     except ImportError:
         raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
     from depthgate.hf.classes import model_classes
-    from depthgate.hf.conversion import routed_layers
 
     dtype = decoder.embed.weight.dtype
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # as nn.RMSNorm has it
@@ -41,8 +40,6 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     with initialization.no_init_weights():  # all of them come from the decoder
         model = model_type(config)
     model = model.to(decoder.embed.weight.device, dtype)
-    for layer in routed_layers(model):
-        layer.depth_router.float()  # where ours scores, too
     held = model.state_dict()
     for mine, theirs in names(decoder.config, decoder.state_dict()):
         parts = decoder.state_dict()[mine]

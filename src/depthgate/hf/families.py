@@ -29,23 +29,24 @@ class Family(NamedTuple):
     layers: str = "layers"  # the decoder's list of layers
     attention: str = "self_attn"  # a layer's attention
     cache: str = "past_key_values"  # a layer's argument
+    window: bool = False  # whether attention takes its window from the config, where it has none of its own
 
 
-def _usual(module: str, name: str, config: str | None = None) -> Family:
-    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", f"{name}DecoderLayer")
+def _usual(module: str, name: str, config: str | None = None, window: bool = False) -> Family:
+    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", f"{name}DecoderLayer", window=window)
 
 
 FAMILIES = {
     "llama": _usual("llama", "Llama"),
     "qwen2": _usual("qwen2", "Qwen2"),
     "qwen3": _usual("qwen3", "Qwen3"),
-    "mistral": _usual("mistral", "Mistral"),
+    "mistral": _usual("mistral", "Mistral", window=True),
     "gemma3_text": _usual("gemma3", "Gemma3", "Gemma3TextConfig"),
     "olmo2": _usual("olmo2", "Olmo2"),
-    "phi3": _usual("phi3", "Phi3"),
+    "phi3": _usual("phi3", "Phi3", window=True),
     "granite": _usual("granite", "Granite"),
     "smollm3": _usual("smollm3", "SmolLM3"),
-    "mixtral": _usual("mixtral", "Mixtral"),
+    "mixtral": _usual("mixtral", "Mixtral", window=True),
     "qwen3_moe": _usual("qwen3_moe", "Qwen3Moe"),
     "gpt_neox": Family(
         "gpt_neox", "GPTNeoXConfig", "GPTNeoXForCausalLM", "GPTNeoXLayer", attention="attention", cache="layer_past"
@@ -67,11 +68,20 @@ def family_of(model: Any) -> str:
     except ImportError:
         raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
     if not isinstance(model, PreTrainedModel):
-        raise InvalidValueError(f"model is a {type(model).__name__}: it must be a transformers model")
+        adapted = hasattr(model, "merge_and_unload")
+        hint = ": call merge_and_unload() and convert what it gives, or convert before the adapter is added"
+        raise InvalidValueError(
+            f"model is a {type(model).__name__}{hint if adapted else ': it must be a transformers model'}"
+        )
     kind, name = str(model.config.model_type), type(model).__name__
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
         raise InvalidValueError(f"{name} cannot be routed, only a {FAMILIES[kind].model}, the model with its head")
+    for i, layer in enumerate(getattr(model.base_model, FAMILIES[kind].layers)):
+        if "forward" in vars(layer) and "_old_forward" not in vars(layer):  # those of accelerate's hooks are known
+            raise InvalidValueError(
+                f"layer {i} of {name} has a forward of its own: convert the model before that is set"
+            )
     return kind
 
 
@@ -79,7 +89,10 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     """Refuse a model that cannot be routed by what its config says, before anything is loaded."""
     kind = values["model_type"]
     if kind.startswith(PREFIX):
-        raise InvalidValueError("the model is routed already: change its capacity with dg.hf.set_capacity")
+        raise InvalidValueError(
+            "the model is routed already: for another capacity run depthgate finetune --capacity, or call "
+            "dg.hf.set_capacity; for other layers convert the dense model"
+        )
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:

@@ -115,7 +115,7 @@ class _Finetuning:
     def _step(self, rows: Any) -> dict[str, Any]:
         config, state, student = self.config, self.state, self.student
         steps = config.steps if config.schedule_steps is None else config.schedule_steps
-        capacity = optim.annealed(self.goal, state["step"], int(config.capacity_share * steps))
+        capacity = optim.annealed(self.goal, state["step"], falling_steps(config.capacity_share, steps))
         lr = optim.rate(config, state["step"])
         if capacity != student.capacity:
             set_capacity(student.language.model, capacity)
@@ -187,6 +187,11 @@ class _Finetuning:
         optim.load_state_tensors(model, [self.optimizer], found.tensors["optimizer"])
         torch.set_rng_state(found.tensors["rng"]["cpu"])
         self.state = dict(found.state)
+
+
+def falling_steps(share: float, steps: int) -> int:
+    """Over which the capacity falls: one at least, if any are wanted, and never the last, which is at the goal."""
+    return min(max(int(share * steps), int(share > 0)), steps - 1)
 
 
 def _decays(name: str, weight: Tensor) -> bool:

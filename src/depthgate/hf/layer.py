@@ -6,7 +6,7 @@ Parameters keep their names; `depth_router`, a TopTokens, is added. A forward ho
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,18 @@ else:
 def _without_plans(asked: bool) -> AbstractContextManager[object]:
     """Attention without cuDNN, which plans anew for every number of keys: each routed layer has its own."""
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
+
+
+class DepthRouter(TopTokens):
+    """A router that stays in float32 whatever its model is cast to (`model.half()`): as it is loaded again."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def kept(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            cast = tensor.is_floating_point() and new.dtype != torch.float32
+            return tensor.to(new.device, torch.float32) if cast else new
+
+        return super()._apply(kept, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class RoutedLayer(_Layer):
@@ -140,7 +152,9 @@ class RoutedLayer(_Layer):
         return (None, plan) if len(rows) == len(plan.index) else (rows, plan.rows(rows, plan.index.shape[-1]))
 
     def _window(self) -> int | None:
-        """How many slots back attention looks, its own among them; None: all."""
+        """How many slots back attention looks, its own among them; None: all. Configs may name a window that their
+        family does not look at."""
         attention = self._attention
-        window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+        told = attention.config if self.family.window else None
+        window: int | None = getattr(attention, "sliding_window", getattr(told, "sliding_window", None))
         return window

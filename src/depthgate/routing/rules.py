@@ -33,18 +33,28 @@ class Scores(nn.Module):
         return scores
 
 
+class _Linear(nn.Linear):
+    """Computes in the dtype of its input, whatever its weights are stored in. A module that is called, since hooks may
+    have to fetch the weights (accelerate's offloading)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
+            return (x.float() * self.weight[0]).sum(-1, keepdim=True) + self.bias
+        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+
 class Predictor(nn.Module):
     """A small MLP on the detached token decides; it sees every token, so it must cost next to nothing."""
 
     def __init__(self, dim: int, experts: int = 1) -> None:
         super().__init__()
         hidden = predictor_hidden(check_count(dim, "dim"))
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, check_count(experts, "experts"))
+        self.up = _Linear(dim, hidden)
+        self.down = _Linear(hidden, check_count(experts, "experts"))
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:
-        hidden = F.silu(_linear(x.detach(), self.up))
-        return _linear(hidden, self.down).to(scores.dtype)
+        decision: Tensor = self.down(F.silu(self.up(x.detach())))
+        return decision.to(scores.dtype)
 
 
 class Threshold(nn.Module):
@@ -103,10 +113,3 @@ RULES: dict[str, Callable[[int, int], nn.Module]] = {
 def rule_from(rule: str | nn.Module, dim: int, experts: int) -> nn.Module:
     """A causal rule by name, or any module of the same call as it is."""
     return rule if isinstance(rule, nn.Module) else RULES[check_choice(rule, "rule", RULES)](dim, experts)
-
-
-def _linear(x: Tensor, layer: nn.Linear) -> Tensor:
-    """`layer` in the dtype of x, whatever its weights are stored in."""
-    if layer.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
-        return (x.float() * layer.weight[0]).sum(-1, keepdim=True) + layer.bias
-    return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
