@@ -5,6 +5,7 @@
 Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
