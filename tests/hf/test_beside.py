@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers.models import BPE, WordLevel
 from transformers import AutoTokenizer
 
 import depthgate as dg
@@ -96,6 +96,13 @@ def test_a_converted_model_has_the_tokenizer_of_its_source(tmp_path, capsys, kin
     # Beside a model that was saved without the command, with a tokenizer that was copied as it is.
     dg.hf.convert(dense(kind), 1.0).save_pretrained(tmp_path / "dense")
     same(first, AutoTokenizer.from_pretrained(tmp_path / "dense"))
+
+
+def test_a_tokenizer_that_knows_some_words_only_is_converted(tmp_path, capsys):
+    dense("llama").save_pretrained(tmp_path / "dense")
+    Tokenizer(WordLevel({"a": 0, "b": 1})).save(str(tmp_path / "dense" / "tokenizer.json"))
+    found = AutoTokenizer.from_pretrained(convert(tmp_path / "dense"))
+    assert found("b")["input_ids"] == [1]
 
 
 ELSEWHERE = """

@@ -79,9 +79,9 @@ def _calibration(folder: Path, text: Path, model: Any) -> Tensor:
     """Token ids (B, T) from the beginning of a text."""
     rows, length = _CALIBRATION
     length = min(length, model.config.max_position_embeddings)
-    tokenizer = load_tokenizer(folder)  # --layers auto needs one
     if not text.is_file():
         raise DepthgateError(f"{text} is no file: give --text a file of text")
+    tokenizer = load_tokenizer(folder)  # --layers auto needs one
     with text.open(encoding="utf-8", errors="replace") as file:
         ids = tokenizer(file.read(32 * rows * length), add_special_tokens=False)["input_ids"]
     length = min(length, len(ids))
