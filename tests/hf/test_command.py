@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import depthgate as dg
 from depthgate.cli import main
+from tests.hf.words import save_tokenizer
 from tests.hf.zoo import dense, tokens
 
 
@@ -31,14 +32,14 @@ def convert(folder, *options):
 
 
 def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys):
+    save_tokenizer(folder)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    (folder / "tokenizer.json").write_text("{}")
     (folder / "modeling_evil.py").write_text("raise SystemExit")
     assert convert(folder, "--capacity", "0.3", "--layers", "0,2", "--rule", "threshold") == 0
     printed = capsys.readouterr().out
     assert "    2           30%\n    3           100%\n" in printed
     out = folder.parent / "routed"
-    assert {path.name for path in out.iterdir()} == {*before, "tokenizer.json", "modeling_depthgate.py"}
+    assert {path.name for path in out.iterdir()} == {*before, "modeling_depthgate.py"}
     assert {name: (folder / name).read_bytes() for name in before} == before
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.depthgate == {

@@ -109,7 +109,7 @@ def test_what_it_cannot_read_is_named(folder, tmp_path, capfd):
         if "tokenizer" not in file.name:
             (tmp_path / "cut" / file.name).write_bytes(file.read_bytes())
     assert view("--model", tmp_path / "cut", "--prompt", "a", "--out", tmp_path / "page.html") == 2
-    assert "no tokenizer that loads" in capfd.readouterr().err
+    assert "has no tokenizer: put the files" in capfd.readouterr().err
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(96)}))  # without a word for the unknown
     words.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "cut")

@@ -175,16 +175,33 @@ def model_classes(kind: str) -> tuple[type, type]:
     body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
     body["prepare_inputs_for_generation"] = with_padding(base.prepare_inputs_for_generation)
     model = type(f"MoD{family.model}", (RoutedModel, base), body)
-    stored = get_checkpoint_conversion_mapping(kind)
-    if stored is not None:  # weights lie in files under other names
-        register_checkpoint_conversion_mapping(PREFIX + kind, stored, overwrite=True)
+    for theirs, ours in ((kind, PREFIX + kind), (base.__name__, model.__name__)):
+        stored = get_checkpoint_conversion_mapping(theirs)
+        if stored is not None:  # weights lie in files under other names
+            register_checkpoint_conversion_mapping(ours, stored, overwrite=True)
     transformers.AutoModelForCausalLM.register(config, model, exist_ok=True)
     # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + kind] = model.__name__
+    _share_tokenizer(kind, base.config_class, config)
     # `transformers serve` looks for it in the module transformers, of which there may be two, as it exchanges itself
     # while it is imported: both are of a class of its own.
     setattr(type(transformers), model.__name__, model)
     return config, model
+
+
+def _share_tokenizer(kind: str, family: type, config: type) -> None:
+    """AutoTokenizer goes by the type of the model, and for some types against what the tokenizer's files say: a routed
+    model has the tokenizer of its family."""
+    from transformers.models.auto import tokenization_auto as auto
+
+    if kind in auto.TOKENIZER_MAPPING_NAMES:
+        auto.TOKENIZER_MAPPING_NAMES[PREFIX + kind] = auto.TOKENIZER_MAPPING_NAMES[kind]
+    wrong: set[str] = getattr(auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())
+    if kind in wrong:
+        wrong.add(PREFIX + kind)
+    tokenizer = auto.TOKENIZER_MAPPING.get(family, None)
+    if tokenizer is not None:  # by class, too: it looks there where no file names one
+        auto.AutoTokenizer.register(config, tokenizer_class=tokenizer, exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.hf.beside import check_generation, check_text, copy_text, load_tokenizer
 from depthgate.hf.change import layer_changes, least_changing
-from depthgate.hf.code import check_config, check_tokenizer
+from depthgate.hf.code import check_config
 from depthgate.hf.config import ConvertConfig
 from depthgate.hf.conversion import convert, set_capacity
 from depthgate.hf.families import check_config_values, family_of
-from depthgate.hf.source import gguf_of, load, load_tokenizer
+from depthgate.hf.source import gguf_of, load
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# What lies beside the weights and is about text, not about the model.
-_TEXT_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 _CALIBRATION = (8, 256)  # sequences, and tokens of each
 _WINDOW = 1024  # the longest window of attention that is looked beyond without being asked to
 
@@ -33,9 +32,10 @@ def run(config: ConvertConfig, as_json: bool) -> int:
     check_new(out, source)
     if (source / "config.json").is_file() and gguf_of(source) is None:
         check_config_values(check_config(source / "config.json"), str(source))
-        check_tokenizer(source / "tokenizer_config.json")
+    check_generation(source)
     model = load(source)
     family_of(model)
+    check_text(source)
     changes, layers = None, config.layer_choice
     if layers == "auto":
         changes = layer_changes(model, _calibration(source, Path(config.text or ""), model))
@@ -100,9 +100,9 @@ def _calibration(folder: Path, text: Path, model: Any) -> Tensor:
     """Token ids (B, T) from the beginning of a text."""
     rows, length = _CALIBRATION
     length = min(length, model.config.max_position_embeddings)
-    tokenizer = load_tokenizer(folder)  # --layers auto needs one
     if not text.is_file():
         raise DepthgateError(f"{text} is no file: give --text a file of text")
+    tokenizer = load_tokenizer(folder)  # --layers auto needs one
     with text.open(encoding="utf-8", errors="replace") as file:
         ids = tokenizer(file.read(32 * rows * length), add_special_tokens=False)["input_ids"]
     length = min(length, len(ids))
@@ -127,17 +127,6 @@ def save(model: Any, tokenizer: Any, out: Path, probe: Tensor) -> None:
         raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def copy_text(source: Path, out: Path) -> None:
-    """What lies beside the weights and is about text; of a GGUF file, what is within."""
-    if gguf_of(source) is not None:
-        load_tokenizer(source).save_pretrained(out)
-        return
-    for pattern in _TEXT_FILES:
-        for file in source.glob(pattern):
-            if file.is_file():
-                shutil.copyfile(file, out / file.name)
 
 
 def _report(config: Any, changes: list[float] | None, difference: float, out: Path, as_json: bool) -> None:

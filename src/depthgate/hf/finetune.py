@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.hf.beside import check_generation, check_text, copy_text
 from depthgate.hf.calibrate import calibrate
-from depthgate.hf.command import copy_text
 from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.conversion import routed_layers, set_capacity
 from depthgate.hf.language import Language, tokenizer_of
@@ -47,7 +47,9 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     device = resolve_device(config.device)
     if config.dtype == "auto":
         config = replace(config, dtype="bfloat16" if device == "cuda" else "float32")
+    check_generation(source)
     model = load(source)
+    check_text(source)
     if not routed_layers(model):
         raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
     with runs.opened(config, resume, ASKED) as folder:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateError
+from depthgate.hf.beside import load_tokenizer
 from depthgate.hf.code import check_config
 from depthgate.hf.conversion import routed_layers
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
 from depthgate.hf.source import load
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing.plan import Slots
-from depthgate.train.tokenizer import HFTokenizer
+from depthgate.train.tokenizer import HFTokenizer, read_tokenizer
 
 
 class ModelTokenizer(HFTokenizer):
@@ -100,10 +101,15 @@ class Language:
 
 
 def tokenizer_of(folder: Path) -> ModelTokenizer:
-    """The tokenizer of a model's folder."""
-    found: Any = ModelTokenizer.from_folder(folder)
-    assert isinstance(found, ModelTokenizer)
-    return found
+    """The tokenizer of a model's folder. tokenizer.json is what the model has seen, where it is; some classes of
+    transformers read half of it."""
+    found, path = load_tokenizer(folder), folder / "tokenizer.json"
+    inner = read_tokenizer(path) if path.is_file() else getattr(found, "backend_tokenizer", None)
+    if inner is None:
+        raise DepthgateError(f"{folder} has a {type(found).__name__}, which cannot be saved as a tokenizer.json")
+    if found.eos_token is None:
+        raise DepthgateError(f"{folder} does not say which token ends a text: add eos_token to tokenizer_config.json")
+    return ModelTokenizer(inner, str(found.eos_token))
 
 
 def dense_of(folder: Path) -> Any:

@@ -68,7 +68,7 @@ def _check_whole(gguf: Any, path: Path) -> None:
         parts = reader.fields.get("split.count")
         count = 1 if parts is None else int(parts.parts[parts.data[0]][0])
     except Exception as error:  # a damaged file may be anything
-        raise DepthgateError(f"{path} cannot be loaded: {_why(error)}: it is no GGUF file, or cut") from None
+        raise DepthgateError(f"{path} cannot be loaded: {why(error)}: it is no GGUF file, or cut") from None
     if count > 1:
         raise DepthgateError(f"{path} is one of {count} parts: join them first (llama-gguf-split --merge)")
     if end > path.stat().st_size or not reader.tensors:
@@ -84,28 +84,14 @@ def _loaded(auto: Any, folder: Path, **how: Any) -> Any:
     except DepthgateError:
         raise
     except Exception as error:  # a damaged file may be anything
-        raise DepthgateError(f"{what} cannot be loaded: {_why(error)}") from None
+        raise DepthgateError(f"{what} cannot be loaded: {why(error)}") from None
     for kind in ("missing", "mismatched", "unexpected"):
         if keys := sorted(map(str, info.get(f"{kind}_keys") or ())):
             raise DepthgateError(f"{what} has {kind} weights ({', '.join(keys)[:200]}): it is of another model, or cut")
     return model.eval()
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer beside a model, or within its GGUF file."""
-    from transformers import AutoTokenizer
-
-    packed = gguf_of(path)
-    how = {} if packed is None else {"gguf_file": packed.name}
-    try:
-        return AutoTokenizer.from_pretrained(
-            path if packed is None else packed.parent, local_files_only=True, trust_remote_code=False, **how
-        )
-    except Exception as error:
-        raise DepthgateError(f"{path} has no tokenizer that loads: {_why(error)}") from None
-
-
-def _why(error: Exception) -> str:
+def why(error: BaseException) -> str:
     """What transformers found wrong, in a line; with our words where its own mislead."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "weights_only" in text:

@@ -7,6 +7,7 @@ from typing import Any
 
 from depthgate.config import EvalConfig
 from depthgate.errors import DepthgateError
+from depthgate.hf.beside import load_tokenizer
 from depthgate.hf.code import is_model
 from depthgate.hf.language import cast, compute_dtype, tokenizer_of
 from depthgate.hf.source import load
@@ -33,7 +34,6 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
-        from transformers import AutoTokenizer
     except ImportError as error:
         raise DepthgateError(f"lm-eval is missing ({error}): pip install 'depthgate[eval]'") from None
     folder, device = Path(config.model), resolve_device(config.device)
@@ -41,7 +41,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
         raise DepthgateError(f"{folder} is no folder of a Hugging Face model, which --tasks needs: export it first")
     model = load(folder)
     cast(model, compute_dtype(config.dtype, device, model)).to(device)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(folder)
     options: dict[str, Any] = {} if config.seq is None else {"max_length": config.seq}
     options["add_bos_token"] = bool(tokenizer_of(folder).prefix)  # which lm-eval leaves out unless it is told
     judged = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=config.batch, device=device, **options)

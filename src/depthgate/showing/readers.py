@@ -11,6 +11,7 @@ from torch import Tensor
 
 from depthgate.config import EvalConfig
 from depthgate.errors import DepthgateError
+from depthgate.hf.beside import load_tokenizer
 from depthgate.hf.code import is_model
 from depthgate.hf.conversion import routed_layers
 from depthgate.hf.source import load as load_hf
@@ -79,7 +80,7 @@ class HFReader:
 
     def __init__(self, folder: str, device: str) -> None:
         self.model = load_hf(Path(folder)).to(device)
-        self.folder, self.tokenizer = folder, _tokenizer(folder)
+        self.folder, self.tokenizer = folder, load_tokenizer(Path(folder))
         routed = (getattr(self.model.config, "depthgate", None) or {}).get("layers", [])
         self.kinds = tuple("mod" if i in routed else "dense" for i in range(self.model.config.num_hidden_layers))
         self.window, self.experts = min(self.model.config.max_position_embeddings, _HF_WINDOW), (0, 0)
@@ -123,16 +124,6 @@ class HFReader:
             for hook in hooks:
                 hook.remove()
         return logits, Plans(plans)
-
-
-def _tokenizer(folder: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a damaged file may be anything
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DepthgateError(f"{folder} has no tokenizer that loads: {why}") from None
 
 
 def read_text(path: str, most: int) -> tuple[str, int]:

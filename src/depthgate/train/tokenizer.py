@@ -103,7 +103,7 @@ class HFTokenizer:
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HFTokenizer":
         """From tokenizer.json, and the end token named by tokenizer_config.json or special_tokens_map.json."""
-        inner = _read_tokenizer(Path(folder, "tokenizer.json"))
+        inner = read_tokenizer(Path(folder, "tokenizer.json"))
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             end = _read_json(Path(folder, name)).get("eos_token")
             end = end.get("content") if isinstance(end, dict) else end
@@ -208,7 +208,7 @@ def _read(path: Path) -> bytes:
     return content
 
 
-def _read_tokenizer(path: Path) -> Tokenizer:
+def read_tokenizer(path: Path) -> Tokenizer:
     """`tokenizers` makes room for the largest id it reads and ends the process where there is none: ids come first."""
     try:
         text = _read(path).decode()
