@@ -1,16 +1,23 @@
 """Converted transformers models on CUDA compute what they do on the CPU, by every kind of attention."""
 
+import json
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
+import torch.nn.functional as F
 import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening
 from transformers.masking_utils import flash_attention_mask
 
 import depthgate as dg
+from depthgate.bench.measure import count_flops
+from depthgate.cli import main
 from tests.conftest import close
+from tests.hf.words import save_model, write_text
 from tests.hf.zoo import FAMILY_NAMES, routed, tokens, with_random_routers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
@@ -107,3 +114,26 @@ def test_flash_attention_is_sdpa_padded_packed_cached_and_backwards():
         found.append([padded, rest, loss.detach(), *grads])
     for a, b in zip(*found, strict=True):
         assert (a - b).float().norm() <= 0.03 * b.float().norm() + 1e-4
+
+
+@pytest.mark.parametrize("kernel", [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION])
+def test_flops_of_keys_that_heads_share_are_counted(kernel):
+    B, H, T, d = 2, 4, 64, 32
+    q, k, v = (torch.randn(B, heads, T, d, device="cuda", dtype=torch.bfloat16) for heads in (H, 2, 2))
+    with sdpa_kernel(kernel):
+        counted = count_flops(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True))
+    assert counted == 2 * 2 * B * H * T * T * d
+
+
+def test_finetune_compiled_learns_as_it_does_otherwise(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    save_model(tmp_path / "model", capacity=0.5, rule="threshold", gate="straight_through")
+    write_text(tmp_path / "text")
+    losses = []
+    for compiled in ("false", "true"):
+        names = ["--model", tmp_path / "model", "--data", tmp_path / "text", "--out", tmp_path / compiled]
+        fixed = ["--batch", 4, "--seq", 48, "--steps", 4, "--lr", 1e-3, "--device", "cuda", "--compile", compiled]
+        assert main(["finetune", *map(str, names), *map(str, fixed)]) == 0
+        rows = (tmp_path / compiled / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["loss"] for row in rows])
+    assert losses[0] == pytest.approx(losses[1], rel=0.05, abs=1e-3)  # in bfloat16
