@@ -6,18 +6,17 @@ Parameters keep their names; `depth_router`, a TopTokens, is added. A forward ho
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
 from depthgate.hf.masks import Seen, as_asked
 from depthgate.hf.teach import teach
 from depthgate.hf.tokens import KEYWORD, Tokens
+from depthgate.ops.attention import without_cudnn
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
 
@@ -25,11 +24,6 @@ if TYPE_CHECKING:
     _Layer = nn.Module
 else:
     _Layer = object  # beside the layer's own class, which is a module
-
-
-def _without_plans(asked: bool) -> AbstractContextManager[object]:
-    """Attention without cuDNN, which plans anew for every number of keys: each routed layer has its own."""
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
 
 
 class DepthRouter(TopTokens):
@@ -134,7 +128,7 @@ class RoutedLayer(_Layer):
                 call[name] = chosen(call[name])
         old = part.dispatch(mine)[:, 0]
         given = old if part.filled is None else old.masked_fill(~part.filled[:, 0, :, None], 0)
-        with _without_plans(x.is_cuda and before and not fixed):
+        with without_cudnn(x.is_cuda and before and not fixed):
             out = super().forward(given, **call)
         y = part.merge(mine, out[:, None], old)
         return y if rows is None else x.to(y.dtype).index_copy(0, rows, y)

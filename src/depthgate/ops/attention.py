@@ -4,7 +4,7 @@ and over a cache.
 Twin: `reference.packed_attention`.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,11 @@ def run_starts(doc: Tensor, most: int) -> Tensor:
     return torch.cat((ends.new_zeros(1), ends)).int()
 
 
+def without_cudnn(asked: bool) -> AbstractContextManager[object]:
+    """Attention to a cache: cuDNN would plan anew for every number of keys, on an H200 tens of milliseconds each."""
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
+
+
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Attention of q (B, H, T, d) to stored k and v (B, G, S, d) where mask (B, 1, T, S) allows it -> (B, H, T, d)."""
     B, H, T, d = q.shape
@@ -44,7 +49,5 @@ def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         q = q.reshape(B, G, H // G, d)
     elif G != H:
         k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
-    # cuDNN would plan anew for every length: on an H200, tens of milliseconds for each token.
-    rest = sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if q.is_cuda else nullcontext()
-    with rest:
+    with without_cudnn(q.is_cuda):
         return F.scaled_dot_product_attention(q, k, v, mask).reshape(B, H, T, d)
