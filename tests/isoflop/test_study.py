@@ -271,6 +271,18 @@ def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, 
     assert "What the best routed model computed" not in (out / "report.html").read_text()
 
 
+def test_sizes_around_another_center_are_added(home, finished, tmp_path):
+    out = tmp_path / "smaller"
+    shutil.copytree(finished, out)
+    before = [row for row in rows(out) if (row["budget"], row["variant"]) == (1e9, "dense")]
+    more = ["--budgets", "1e9", "--variants", "dense", "--sizes", "1", "--center", "20"]
+    assert study(home, out, *more) == 2
+    assert study(home, out, *more, "--extend", "true") == 0
+    after = [row for row in rows(out) if (row["budget"], row["variant"]) == (1e9, "dense")]
+    assert after[:-1] == before
+    assert after[-1]["params"] > before[-1]["params"]
+
+
 @pytest.mark.parametrize(("name", "content"), [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n")])
 def test_damaged_files_of_a_study_are_named(home, finished, tmp_path, capfd, name, content):
     out = tmp_path / "damaged"

@@ -6,6 +6,7 @@ a plan kept on the module would lose its gradient, and a counter would count twi
 the number of accumulated batches, and not multiplied by the scale of a gradient scaler: nobody tells the layer.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +32,26 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.ones_like(loss)
 
 
+class _With(torch.autograd.Function):
+    """y as it is; backwards, `then` is done too. As a hook of y, torch 2.11 would compile a graph that is out of order."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, then: Callable[[], None]) -> Tensor:
+        ctx.then = then
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.then()
+        return grad, None
+
+
 def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
     """y, through which the rule learns from this plan, if it is one of training."""
     if plan.causal or not router.training or not torch.is_grad_enabled() or not y.requires_grad:
         return y
     if isinstance(router.rule, Threshold):
-        y.register_hook(lambda _: router.update(plan))  # type: ignore[no-untyped-call]
-        return y
+        return _With.apply(y, lambda: router.update(plan))  # type: ignore[no-any-return, no-untyped-call]
     if weight and plan.decision.requires_grad:
         return _WithLoss.apply(y, weight * causal_bce(plan))  # type: ignore[no-any-return, no-untyped-call]
     return y

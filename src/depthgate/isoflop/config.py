@@ -19,7 +19,7 @@ class IsoflopConfig:
         variants: dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its
             training, as in mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3
         seeds: seeds of every cell
-        seeds_at_minimum: seeds of the best size of each variant and of its neighbours; as many as seeds unless given
+        seeds_at_minimum: seeds of the best size of each variant; as many as seeds unless given
         more_sizes: sizes that may be added to a variant's curve at its open side until its minimum has higher losses on
             both sides
         validation: text to measure on; a share of the data is held out unless given

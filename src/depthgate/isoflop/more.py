@@ -1,4 +1,4 @@
-"""Cells that what is known now asks for: sizes beyond the open end of a curve, and more seeds around each minimum."""
+"""Cells that what is known now asks for: sizes beyond the open end of a curve, and more seeds of each minimum."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -48,5 +48,8 @@ def _of_curve(
             if new:
                 return new
     seeds = range(config.seeds, config.seeds_at_minimum or config.seeds)
-    around = shapes[max(0, lowest - 1) : lowest + 2]
-    return [grid.cell(budget, variant, shape, seed) for shape in around for seed in seeds]
+    begun = {
+        row["params"] for row in rows if row["seed"] >= config.seeds
+    }  # also where that made another size the lowest
+    chosen = [shape for i, shape in enumerate(shapes) if i == lowest or parameters(shape) in begun]
+    return [grid.cell(budget, variant, shape, seed) for shape in chosen for seed in seeds]

@@ -65,7 +65,7 @@ def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool, config: Isofl
             config.lr_sweep
         ),
         f"sizes beyond open ends (up to {config.more_sizes} for each curve)": config.more_sizes,
-        f"seeds around each minimum (up to {config.seeds_at_minimum})": config.seeds_at_minimum,
+        f"seeds of each minimum (up to {config.seeds_at_minimum})": config.seeds_at_minimum,
     }
     if asked := [what for what, wanted in more.items() if wanted]:
         print(f"more cells may come: {'; '.join(asked)}")

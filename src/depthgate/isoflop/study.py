@@ -31,7 +31,7 @@ from depthgate.view.output import replace
 GRID, RATES, RESULTS, TOKENIZER = "grid.json", "rates.json", "results.jsonl", "tokenizer"
 SWEEP = "sweep"
 # What a study that goes on may have more of; and what says where and how fast, not what.
-_GROWS = ("budgets", "sizes", "variants", "seeds", "seeds_at_minimum", "more_sizes")
+_GROWS = ("budgets", "sizes", "center", "spread", "variants", "seeds", "seeds_at_minimum", "more_sizes")
 _FREE = ("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run")
 _ATTEMPTS = 2
 
