@@ -33,7 +33,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _With(torch.autograd.Function):
-    """y as it is; backwards, `then` is done too. As a hook of y, torch 2.11 would compile a graph that is out of order."""
+    """y as it is; backwards, `then` is done too. With a hook of y instead, torch 2.11 compiles a graph out of order."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, then: Callable[[], None]) -> Tensor:
