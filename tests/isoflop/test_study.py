@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -269,6 +270,17 @@ def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, 
     assert study(home, out, "--variants", "dense", "--extend", "true") == 0
     assert len(rows(out)) == count
     assert "What the best routed model computed" not in (out / "report.html").read_text()
+
+
+def test_a_report_of_cells_that_ran_elsewhere_says_where(home, finished, tmp_path):
+    out = tmp_path / "elsewhere"
+    shutil.copytree(finished, out)
+    for path in (out / "results.jsonl", *out.glob("cells/*/result.json")):
+        elsewhere = path.read_text().replace('"device": "cpu"', '"device": "cuda"')
+        path.write_text(re.sub('"machine": "[^"]*"', '"machine": "another one"', elsewhere))
+    assert study(home, out, "--extend", "true") == 0
+    assert {(row["device"], row["machine"]) for row in rows(out)} == {("cuda", "another one")}
+    assert f"{len(rows(out))} of {len(rows(out))} cells ran on: another one." in (out / "report.html").read_text()
 
 
 def test_sizes_around_another_center_are_added(home, finished, tmp_path):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 
+from depthgate.bench.measure import machine
 from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError
 from depthgate.flops import forward_flops
@@ -81,6 +82,7 @@ def _trained(cell: Cell, measured: int) -> dict[str, Any]:
     model = model.to(loop.resolve_device(training.device))
     shards = prepare(training.data, model.tokenizer, cache(), training.validation)
     figures = measure(model, shards.validation, training.batch, measured)
+    about = machine(training.device)
     last = json.loads((folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
     return {
         **described(cell),
@@ -96,6 +98,7 @@ def _trained(cell: Cell, measured: int) -> dict[str, Any]:
         "agreement": figures["agreement"],
         "measured_tokens": figures["tokens"],
         "device": training.device,
+        "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
     }
 
 

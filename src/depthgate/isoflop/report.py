@@ -5,12 +5,12 @@ import json
 import math
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from depthgate.bench.measure import machine
 from depthgate.errors import DepthgateError
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed, duration
@@ -198,8 +198,11 @@ def _page(
     if picture := _routing(out, rows):
         sections["What the best routed model computed"] = picture
     sections["All cells"] = _cells(rows)
-    about = ", ".join(f"{key} {value or 'unknown'}" for key, value in machine(rows[0]["device"]).items())
-    told = [pages.paragraph("Command: ", pages.code(command(config))), pages.paragraph(f"Reported on: {about}.")]
+    machines = Counter(row.get("machine", "an unknown machine") for row in rows)  # other ones than this, perhaps
+    told = [
+        pages.paragraph("Command: ", pages.code(command(config))),
+        *(pages.paragraph(f"{count} of {len(rows)} cells ran on: {name}.") for name, count in machines.items()),
+    ]
     sections["How this was made"] = pages.join(told)
     return pages.page("depthgate isoflop: models at equal training FLOPs", sections)
 
