@@ -9,6 +9,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import torch
 from transformers import DynamicCache, GenerationMixin
 
+from depthgate.hf.cache_transformers import RaggedLayer
 from tests.conftest import close
 from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens
 
@@ -34,6 +35,18 @@ def test_a_conversation_goes_on_with_its_cache(kind):
     how = {**HOW, "attention_mask": longer(mask, 6), "max_new_tokens": 4}
     got = model.generate(said, **how, past_key_values=first.past_key_values)
     assert torch.equal(got, model.generate(said, **how, use_cache=False))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_cache_has_little_more_room_than_it_needs(kind):
+    model = routed(kind)
+    made = model.generate(tokens(2, 900), **HOW, max_new_tokens=70, return_dict_in_generate=True)
+    ragged = [layer for layer in made.past_key_values.layers if isinstance(layer, RaggedLayer)]
+    for layer in ragged:
+        longest = int((layer.slots >= 0).sum(1).max())
+        assert 64 < longest < 900
+        assert layer.keys.shape[2] == layer.values.shape[2] == layer.slots.shape[1] <= longest + 64
+    assert ragged
 
 
 @families

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSli
 
 from depthgate.errors import DepthgateError
 
-_GROWTH = 1.25
+_ROOM = 64  # places made at a time once a text was read; to copy all of them for every new token would take long
 
 
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
@@ -43,7 +43,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         place = held[row][:, None] + real.cumsum(1) - 1
         most = int(held.index_add(0, row, real.sum(1)).max())
         if most > self.slots.shape[1]:
-            room = max(most, int(_GROWTH * self.slots.shape[1]))
+            room = most + _ROOM if self.slots.shape[1] else most
             self.slots = F.pad(self.slots, (0, room - self.slots.shape[1]), value=-1)
         index = row[:, None].expand_as(slots)[real], place[real]
         self.slots[index] = slots[real]
