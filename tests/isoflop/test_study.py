@@ -272,6 +272,21 @@ def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, 
     assert "What the best routed model computed" not in (out / "report.html").read_text()
 
 
+def test_a_validation_text_may_move_and_not_change(home, tmp_path, capfd):
+    small = ["--budgets", "1e9", "--sizes", "1", "--variants", "dense", "--validation"]
+    for name, text in (
+        ("here.txt", "some words " * 99),
+        ("there.txt", "some words " * 99),
+        ("other.txt", "more " * 99),
+    ):
+        (tmp_path / name).write_text(text)
+    assert study(home, tmp_path / "out", *small, str(tmp_path / "here.txt")) == 0
+    (tmp_path / "here.txt").unlink()
+    assert study(home, tmp_path / "out", *small, str(tmp_path / "there.txt")) == 0
+    assert study(home, tmp_path / "out", *small, str(tmp_path / "other.txt")) == 2
+    assert "validation_hash" in capfd.readouterr().err
+
+
 def test_a_report_of_cells_that_ran_elsewhere_says_where(home, finished, tmp_path):
     out = tmp_path / "elsewhere"
     shutil.copytree(finished, out)

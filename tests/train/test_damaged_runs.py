@@ -201,6 +201,10 @@ def test_unknown_and_missing_keys_of_a_recorded_configuration_are_listed(home, t
 def test_other_data_is_refused(home, tmp_path, monkeypatch, capsys):
     other = tmp_path / "text.jsonl"
     other.write_text((home / "text.jsonl").read_text().replace("fox", "cat"))
+    before = tree(tmp_path / "run")
+    assert train(tmp_path / "run", other, 12, "--resume") == 2
+    assert "has changed since step 10" in capsys.readouterr().err
+    assert tree(tmp_path / "run") == before
     path = tmp_path / "run" / "config.json"
     path.write_text(path.read_text().replace(str(home / "text.jsonl"), str(other)))
     for step in ("step-5", "step-10"):

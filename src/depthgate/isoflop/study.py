@@ -90,7 +90,7 @@ class Study:
     @property
     def key(self) -> str:
         """Of all that studies must share for their losses to be compared."""
-        same = {name: value for name, value in self.told.items() if name not in (*_GROWS, "data")}
+        same = {name: value for name, value in self.told.items() if name not in (*_GROWS, "data", "validation")}
         return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
 
     def _check_mine(self) -> None:

@@ -51,12 +51,16 @@ def opened(config: Any, resume: bool, name: str = CONFIG) -> Iterator[Path]:
         run.mkdir(parents=True, exist_ok=True)
         with checkpoint.lock(run / ".run.lock"):
             new = _check_mine(config, resume, run, name)  # once more, now that no other process can come between
+            path, steps = run / name, checkpoint.steps(run)
+            before = path.read_bytes() if path.exists() else None
             try:
-                write_json(run / name, plain(config))
+                write_json(path, plain(config))
                 yield run
             except BaseException:
                 if new:
                     _forget(run, name)
+                elif before is not None and checkpoint.steps(run) == steps:  # refused, as with other data
+                    path.write_bytes(before)
                 raise
     except OSError as error:
         raise DepthgateError(
@@ -109,10 +113,11 @@ def _recorded(path: Path, config: Any) -> dict[str, Any]:
 def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> None:
     """Two configurations of one run, or an error that lists the differences."""
     old, new = _flat(recorded), _flat(asked)
+    moved = all(each.get("validation") is not None for each in (old, new))  # without any, some of the data is held out
     differ = [
         f"  {name}: {_short(old, name)} there, {_short(new, name)} here"
         for name in sorted(old.keys() | new.keys())
-        if name not in _FREE and old.get(name) != new.get(name)
+        if name not in _FREE and old.get(name) != new.get(name) and not (name == "validation" and moved)
     ]
     if differ:
         more = [f"  and {len(differ) - 12} more"] if len(differ) > 12 else []
