@@ -19,7 +19,8 @@ def test_verdicts_in_words():
     bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True, no_interval="3 cells")
     assert said(bad) == (
         "random against dense at 1e16 FLOPs: best loss 2.00% higher; no interval: 3 cells; no size of it reaches "
-        "dense's best loss; to reach dense's best loss, training takes 40% more FLOPs, extrapolated beyond the budgets"
+        "dense's best loss; as an estimate alone, to reach dense's best loss, "
+        "training takes 40% more FLOPs, extrapolated beyond the budgets"
     )
     unsure = Verdict(1e16, "mod", "", 0.001, (-0.008, 0.012), 0.32)
     assert said(unsure) == (

@@ -28,6 +28,7 @@ from tests.train.tiny import write_data
 from tests.view.chromium import Browser
 from tests.view.test_reports_browser import check_report
 
+HALF = '{"study": "KEY", "cell": "a", "loss_causal": null}\n'
 GRID = ["--budgets", "1e9,2e9", "--sizes", "3", "--context", "32", "--measured", "2000", "--device", "cpu"]
 NEEDED = {"budget", "variant", "params", "flops_per_token", "tokens", "loss", "loss_causal", "seed", "seconds", "lr"}
 
@@ -138,7 +139,10 @@ def test_a_dry_run_for_gpus_that_are_elsewhere(home, tmp_path, capfd):
 
 def test_studies_of_other_contexts_are_others(home):
     data = str(home / "text.jsonl")
-    keys = [Study(IsoflopConfig(data=data, budgets=budgets, device="cpu")).key for budgets in ("1e12", "2e12", "1e14")]
+    keys = [
+        Study(IsoflopConfig(data=data, budgets=budgets, device="cpu")).folder.key
+        for budgets in ("1e12", "2e12", "1e14")
+    ]
     assert keys[0] == keys[1] != keys[2]  # from 1e14 on a sequence is longer
 
 
@@ -272,6 +276,46 @@ def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, 
     assert "What the best routed model computed" not in (out / "report.html").read_text()
 
 
+def test_rows_outlive_the_folders_of_their_cells(home, finished, tmp_path):
+    out = tmp_path / "rows"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "cells")
+    before = (out / "results.jsonl").read_bytes()
+    assert study(home, out, "--extend", "true") == 0
+    assert (out / "results.jsonl").read_bytes() == before
+    assert not list(out.glob("cells/*/config.json"))
+
+
+def test_a_folder_of_an_older_version_keeps_its_key(home, finished, tmp_path):
+    """Which grid.json did not have, and which was made of other options."""
+    out = tmp_path / "older"
+    shutil.copytree(finished, out)
+    known = json.loads((out / "grid.json").read_text())
+    (out / "grid.json").write_text(json.dumps({k: v for k, v in known.items() if k not in ("study", "commands")}))
+    (out / "results.jsonl").write_text((out / "results.jsonl").read_text().replace(known["study"], "0123456789abcdef"))
+    assert study(home, out, "--extend", "true") == 0
+    assert {row["study"] for row in rows(out)} == {"0123456789abcdef"}
+    (out / "results.jsonl").write_text((out / "results.jsonl").read_text().replace("0123456789abcdef", "another"))
+    assert study(home, out, "--extend", "true") == 2
+
+
+def test_all_commands_of_a_study_are_told(home, finished, tmp_path):
+    out = tmp_path / "told"
+    shutil.copytree(finished, out)
+    for _ in range(2):
+        assert study(home, out, "--variants", "dense", "--extend", "true") == 0
+    page = (out / "report.html").read_text()
+    assert page.count("Command: ") == len(json.loads((out / "grid.json").read_text())["commands"]) >= 2
+
+
+def test_a_study_that_never_began_leaves_its_folder_free(home, tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    small = ["--budgets", "1e9", "--sizes", "1", "--variants", "dense", "--context", "32", "--device", "cpu"]
+    out = str(tmp_path / "out")
+    assert main(["isoflop", "--data", str(tmp_path / "short.txt"), "--out", out, *small]) == 2
+    assert main(["isoflop", "--data", str(home / "text.jsonl"), "--out", out, *small]) == 0
+
+
 def test_a_validation_text_may_move_and_not_change(home, tmp_path, capfd):
     small = ["--budgets", "1e9", "--sizes", "1", "--variants", "dense", "--validation"]
     for name, text in (
@@ -310,11 +354,13 @@ def test_sizes_around_another_center_are_added(home, finished, tmp_path):
     assert after[-1]["params"] > before[-1]["params"]
 
 
-@pytest.mark.parametrize(("name", "content"), [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n"), ("results.jsonl", HALF)]
+)
 def test_damaged_files_of_a_study_are_named(home, finished, tmp_path, capfd, name, content):
     out = tmp_path / "damaged"
     shutil.copytree(finished, out)
-    (out / name).write_text(content)
+    (out / name).write_text(content.replace("KEY", rows(out)[0]["study"]))
     assert study(home, out, "--extend", "true") == 2
     assert name in capfd.readouterr().err
 

@@ -42,10 +42,19 @@ def finished(cell: Cell) -> dict[str, Any] | None:
     told = described(cell)
     if not isinstance(found, dict) or any(found.get(name) != told[name] for name in told):
         raise DepthgateError(f"{path} is of another study: choose another --out")
-    figures = [found.get(name) for name in ("loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")]
-    if not all(isinstance(figure, float | int) and math.isfinite(figure) for figure in figures):
+    if not whole(found):
         raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again")
     return found
+
+
+def whole(row: object) -> bool:
+    """Whether it has what reports are made of."""
+    names = ("budget", "params", "seed", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
+    return (
+        isinstance(row, dict)
+        and all(isinstance(row.get(name), str) for name in ("cell", "variant"))
+        and all(isinstance(row.get(name), float | int) and math.isfinite(row[name]) for name in names)
+    )
 
 
 def beside(cell: Cell, what: str) -> Path:

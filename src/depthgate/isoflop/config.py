@@ -39,7 +39,7 @@ class IsoflopConfig:
         gpus: GPUs of a cell, for ray and submitit; may be a fraction with ray
         minutes: longest time of a cell, for submitit
         measured: held-out tokens that losses are measured on, about
-        extend: go on with a study that was made for other budgets, sizes, variants or seeds
+        extend: go on with a study that was made for other budgets, sizes (also center and spread), variants or seeds
         dry_run: print the grid, and train nothing
     """
 

@@ -69,8 +69,9 @@ class Curve:
         cells = len(_near(self.points))
         if cells < _CELLS:
             return f"{cells} cells of {self.variant}, and {_CELLS} are needed"
+        without = DRAWS - len(self.draws)
         few = len(self.draws) < _ENOUGH * DRAWS
-        return f"curves drawn around that of {self.variant} often have no minimum" if few else ""
+        return f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant} have no minimum" if few else ""
 
     @property
     def loss_interval(self) -> Interval:

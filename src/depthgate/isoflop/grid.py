@@ -19,6 +19,7 @@ TOLERANCE = 0.03  # of the budget, that a cell's FLOPs may be off
 CELLS = "cells"
 # FLOPs a token at which a budget's best model is expected: _BEST * sqrt(budget).
 _BEST = 0.56
+_MOST_STEPS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Ladder:
             places.append(max(near, places[-1] + 1 if places else 0))
         if places[-1] >= len(self.shapes) or targets[-1] > 4 * self.costs[-1]:
             raise InvalidValueError(
-                f"{self.variant.name} has no model of {targets[-1]:.3g} FLOPs a token: lower --budgets or --spread"
+                f"{self.variant.name} has no model of {targets[-1]:.3g} FLOPs a token: "
+                "lower --budgets, --sizes or --spread"
             )
         return [self.shapes[i] for i in places]
 
@@ -98,17 +100,24 @@ class Grid:
     def cells(self) -> list[Cell]:
         """The first seed of everything comes before the second of anything."""
         config = self.config
-        shapes = {
-            (budget, name): ladder.around(config.center * _BEST * math.sqrt(budget), config.sizes, config.spread)
-            for budget in config.budget_list
-            for name, ladder in self.ladders.items()
-        }
+        shapes = {(budget, name): self._shapes(budget, name) for budget in config.budget_list for name in self.ladders}
         return [
             self.cell(budget, name, shape, seed)
             for seed in range(config.seeds)
             for (budget, name), found in shapes.items()
             for shape in found
         ]
+
+    def _shapes(self, budget: float, variant: str) -> list[ModelConfig]:
+        config = self.config
+        cost = config.center * _BEST * math.sqrt(budget)
+        return self.ladders[variant].around(cost, config.sizes, config.spread)
+
+    def beyond(self, budget: float, variant: str, shape: ModelConfig) -> int:
+        """How many steps of the ladder a shape lies below the smallest or above the largest one asked for."""
+        ladder, asked = self.ladders[variant].shapes, self._shapes(budget, variant)
+        place = ladder.index(shape)
+        return max(ladder.index(asked[0]) - place, place - ladder.index(asked[-1]), 0)
 
     def cell(
         self, budget: float, variant: str, shape: ModelConfig, seed: int, lr: float | None = None, part: str = CELLS
@@ -131,6 +140,11 @@ class Grid:
             **{"compile": cuda, **options},
         )
         steps, flops = _steps(training, budget)
+        if steps > _MOST_STEPS:
+            raise InvalidValueError(
+                f"budgets has {budget:g}: that is {steps:,} steps of the {shape.layers}x{shape.dim} model, and "
+                f"{_MOST_STEPS:,} are the most; lower it or raise --batch"
+            )
         training = replace(
             training, steps=steps, warmup=max(1, min(steps // 10, 100)), checkpoint_every=max(50, -(-steps // 4))
         )

@@ -40,13 +40,12 @@ def _of_curve(
         return cells
     losses = dict(fit.means([(row["params"], row["loss_causal"]) for row in rows]))
     lowest = min(range(len(shapes)), key=lambda i: losses[parameters(shapes[i])])
-    if lowest in (0, len(shapes) - 1) and len(shapes) < config.sizes + config.more_sizes:
-        end = ladder.next(shapes[lowest], up=lowest > 0)
+    end = ladder.next(shapes[lowest], up=lowest > 0) if lowest in (0, len(shapes) - 1) else None
+    if end is not None and grid.beyond(budget, variant, end) <= config.more_sizes:
         with suppress(DepthgateError):  # a size that cannot be trained is the end of the ladder
-            new = [grid.cell(budget, variant, end, seed) for seed in range(config.seeds) if end]
-            check([*new, *asked])
-            if new:
-                return new
+            new = [grid.cell(budget, variant, end, seed) for seed in range(config.seeds)]
+            check(new)
+            return new
     seeds = range(config.seeds, config.seeds_at_minimum or config.seeds)
     begun = {
         row["params"] for row in rows if row["seed"] >= config.seeds

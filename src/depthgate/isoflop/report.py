@@ -3,11 +3,10 @@
 import csv
 import json
 import math
-import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +70,15 @@ def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool, config: Isofl
         print(f"more cells may come: {'; '.join(asked)}")
 
 
-def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], config: IsoflopConfig, as_json: bool) -> None:
+def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], commands: Sequence[str], as_json: bool) -> None:
     """All files of the report, and what they say on the terminal."""
     found = verdicts(curves)
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        names = [name for name, value in rows[0].items() if not isinstance(value, list)] if rows else []
+        names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
         writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    page = _page(out, rows, curves, found, config)
+    page = _page(out, rows, curves, found, commands)
     replace(out / "report.html", page)
     pictures = _pictures(out, curves)
     if as_json:
@@ -134,7 +133,17 @@ def _forward(curve: Curve) -> float:
     return curve.forward_flops(curve.params) if len(curve.costs) > 1 else curve.costs[0][1]
 
 
-_BEST = ("budget", "variant", "best loss", "95%", "parameters", "95% ", "forward FLOPs a token", "bracketed")
+_BEST = (
+    "budget",
+    "variant",
+    "best loss",
+    "95%",
+    "best size",
+    "parameters",
+    "95% ",
+    "forward FLOPs a token",
+    "bracketed",
+)
 
 
 def _best_line(curve: Curve) -> list[str]:
@@ -148,13 +157,14 @@ def _best_line(curve: Curve) -> list[str]:
             [
                 f"{curve.loss:.4f}",
                 span(curve.loss_interval, ".4f"),
+                f"{curve.lowest[1]:.4f}",
                 f"{curve.params:,.0f}",
                 span(curve.params_interval, ",.0f"),
                 flops(_forward(curve)),
                 "both sides",
             ]
             if curve.bracketed
-            else [f"below {curve.lowest[1]:.4f}", "-", "-", "-", "-", "no"]
+            else [f"below {curve.lowest[1]:.4f}", "-", f"{curve.lowest[1]:.4f}", "-", "-", "-", "no"]
         ),
     ]
 
@@ -172,20 +182,8 @@ def _print_table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]
     Console(width=max(140, Console().width)).print(table)
 
 
-def command(config: IsoflopConfig) -> str:
-    """The command line that gives this configuration."""
-    defaults = IsoflopConfig()
-    told = {f.name: getattr(config, f.name) for f in fields(config)}
-    given = [
-        f"--{n} {shlex.quote(str(v).lower() if isinstance(v, bool) else str(v))}"
-        for n, v in told.items()
-        if v != getattr(defaults, n)
-    ]
-    return " ".join(["depthgate isoflop", *given])
-
-
 def _page(
-    out: Path, rows: Sequence[Row], curves: Sequence[Curve], found: Sequence[Verdict], config: IsoflopConfig
+    out: Path, rows: Sequence[Row], curves: Sequence[Curve], found: Sequence[Verdict], commands: Sequence[str]
 ) -> Html:
     sections: dict[str, object] = {
         "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph(alone(curves))]),
@@ -200,7 +198,7 @@ def _page(
     sections["All cells"] = _cells(rows)
     machines = Counter(row.get("machine", "an unknown machine") for row in rows)  # other ones than this, perhaps
     told = [
-        pages.paragraph("Command: ", pages.code(command(config))),
+        *(pages.paragraph("Command: ", pages.code(each)) for each in commands),
         *(pages.paragraph(f"{count} of {len(rows)} cells ran on: {name}.") for name, count in machines.items()),
     ]
     sections["How this was made"] = pages.join(told)

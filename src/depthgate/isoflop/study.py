@@ -1,38 +1,32 @@
 """`depthgate isoflop`: plan the grid, run the cells that are missing, fit, report."""
 
-import hashlib
 import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
 from depthgate.isoflop import fit, rates
-from depthgate.isoflop.cell import finished
+from depthgate.isoflop.cell import beside, finished
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed
-from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits
+from depthgate.isoflop.folder import Folder
+from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits, described
 from depthgate.isoflop.launch import launch, parallel
 from depthgate.isoflop.more import more_cells
 from depthgate.isoflop.progress import Progress, short
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.report import print_grid, write
-from depthgate.train import checkpoint, text
+from depthgate.train import text
 from depthgate.train.batches import Packed
 from depthgate.train.loop import resolve_device
-from depthgate.train.run import cache, check_same, write_json
+from depthgate.train.run import cache, write_json
 from depthgate.train.shards import prepare
 from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
-from depthgate.view.output import replace
 
-GRID, RATES, RESULTS, TOKENIZER = "grid.json", "rates.json", "results.jsonl", "tokenizer"
-SWEEP = "sweep"
-# What a study that goes on may have more of; and what says where and how fast, not what.
-_GROWS = ("budgets", "sizes", "center", "spread", "variants", "seeds", "seeds_at_minimum", "more_sizes")
-_FREE = ("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run")
+RATES, TOKENIZER, SWEEP = "rates.json", "tokenizer", "sweep"
 _ATTEMPTS = 2
 
 
@@ -42,10 +36,10 @@ def run(config: IsoflopConfig, as_json: bool) -> int:
     if config.dry_run:
         print_grid(study.cells, Speed(study.rows, study.device), as_json, config)
         return 0
-    with _terminated_as_interrupted(), study.opened():
+    with _terminated_as_interrupted(), study.folder.opened():
         study.run()
         if study.rows:
-            write(Path(config.out), study.rows, study.curves, config, as_json)
+            write(Path(config.out), study.rows, study.curves, study.folder.commands, as_json)
     if study.failed:
         names = "\n  ".join(f"{cell.name}: {short(error)}" for cell, error in study.failed.items())
         raise DepthgateError(
@@ -74,72 +68,30 @@ class Study:
     def __init__(self, config: IsoflopConfig) -> None:
         self.config, self.out = config, Path(config.out)
         self.device = _device(config)
-        self.told = {name: value for name, value in asdict(config).items() if name not in _FREE}
-        self.told |= {"budgets": config.budget_list, "context": config.tokens_in_sequence}
-        for name in ("data", "validation"):
-            if data := getattr(config, name):
-                self.told[f"{name}_hash"] = text.fingerprint(data)
-        self._check_mine()
+        self.folder = Folder(config)
         tokenizer, vocab = self._tokenizer()
         self.grid = Grid(config, tokenizer, vocab, self.device, self._rates())
         self.cells = self.grid.cells()
-        self._check_fits(self.cells)
-        self.rows = self._known() + [row for cell in self.cells if (row := finished(cell))]
+        self._check_fits([cell for cell in self.cells if self._found(cell) is None])
         self.failed: dict[Cell, Exception] = {}
 
     @property
-    def key(self) -> str:
-        """Of all that studies must share for their losses to be compared."""
-        same = {name: value for name, value in self.told.items() if name not in (*_GROWS, "data", "validation")}
-        return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all finished cells, also of those that the study is not asked for now."""
+        known = {row["cell"] for row in self.folder.rows}
+        more = [row for cell in self.cells if cell.name not in known and (row := finished(cell))]
+        return [*self.folder.rows, *more]
 
-    def _check_mine(self) -> None:
-        """The folder must be new, or that of this study."""
-        if not self.out.exists():
-            return
-        path = self.out / GRID
-        strange = self.out.is_dir() and any(not p.name.startswith(".") for p in self.out.iterdir())
-        if not self.out.is_dir() or (strange and not path.exists()):
-            raise DepthgateError(f"out is {self.out}, which holds other files than a study's: choose another folder")
-        if not path.exists():
-            return
-        try:
-            recorded = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            recorded = None
-        if not isinstance(recorded, dict):
-            raise DepthgateError(f"{path} is damaged: choose another --out")
-        grows = _GROWS if self.config.extend else ()
-        new, old = ({n: value for n, value in told.items() if n not in grows} for told in (self.told, recorded))
-        try:
-            check_same(new, old, self.out)
-        except DepthgateError as error:
-            lines = str(error).splitlines()[1:]
-            only = not self.config.extend and all(line.split(":")[0].strip() in _GROWS for line in lines)
-            more = ", or add to it with --extend true" if only else ""
-            raise DepthgateError(
-                f"{self.out} is another study: choose another --out{more}\n" + "\n".join(lines)
-            ) from None
-
-    def _known(self) -> list[dict[str, Any]]:
-        """Rows that the study has already, also of cells that it is not asked for now; those of another study are
-        refused, as they would be written over."""
-        path = self.out / RESULTS
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        found = []
-        for line in lines:
-            try:
-                row = json.loads(line)
-                key = row.pop("study", None)
-            except (ValueError, AttributeError, TypeError):
-                key = None
-            if key != self.key:
-                raise DepthgateError(f"{path} is of another study, or damaged: choose another --out, or delete it")
-            found.append(row)
-        return found
+    def _found(self, cell: Cell) -> dict[str, Any] | None:
+        """The row of a finished cell; where its folder was taken away, what results.jsonl has kept of it."""
+        if cell.folder.exists() or beside(cell, "error").exists() or cell.part != CELLS:
+            return finished(cell)
+        row = next((row for row in self.folder.rows if row["cell"] == cell.name), None)
+        told = described(cell)
+        return row if row is not None and all(row.get(name) == told[name] for name in told) else None
 
     def _check_fits(self, cells: Sequence[Cell]) -> None:
-        if self.config.launcher == "local":  # of other machines, nothing is known here
+        if cells and self.config.launcher == "local":  # of other machines, nothing is known here
             check_fits(cells, self.device, parallel(self.config, self.device))
 
     def _tokenizer(self) -> tuple[str, int]:
@@ -164,18 +116,6 @@ class Study:
             return Rates({name: (float(scale), float(power)) for name, (scale, power) in found.items()})
         except (ValueError, TypeError, AttributeError):
             raise DepthgateError(f"{path} is damaged: delete it to have the rates found again") from None
-
-    @contextmanager
-    def opened(self) -> Iterator[None]:
-        """The folder, held by this process alone."""
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-            with checkpoint.lock(self.out / ".isoflop.lock"):
-                self._check_mine()  # once more, now that no other process can come between
-                write_json(self.out / GRID, self.told)
-                yield
-        except OSError as error:
-            raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
 
     def run(self) -> None:
         """Everything that is missing."""
@@ -229,7 +169,7 @@ class Study:
 
     def _run(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
         """Run those of the cells that are not finished; those that fail once more. All rows there are."""
-        rows = {cell.name: row for cell in cells if (row := finished(cell))}
+        rows = {cell.name: row for cell in cells if (row := self._found(cell))}
         for _ in range(_ATTEMPTS):
             missing = [cell for cell in cells if cell.name not in rows]
             if not missing:
@@ -245,17 +185,10 @@ class Study:
                     self.failed.pop(cell, None)
                     rows[cell.name] = outcome
                     if cell.part == CELLS:
-                        self._save(rows)
+                        self.folder.save([outcome])
         if cells and cells[0].part == CELLS:
-            self._save(rows)
+            self.folder.save(list(rows.values()))
         return list(rows.values())
-
-    def _save(self, rows: dict[str, dict[str, Any]]) -> None:
-        """results.jsonl: a row for each finished cell, in the order of the grid."""
-        known = {row["cell"]: row for row in (*self.rows, *rows.values())}
-        self.rows = sorted(known.values(), key=lambda r: (r["budget"], r["variant"], r["params"], r["seed"]))
-        lines = "".join(json.dumps({**row, "study": self.key}) + "\n" for row in self.rows)
-        replace(self.out / RESULTS, lines)
 
     @property
     def curves(self) -> list[fit.Curve]:
