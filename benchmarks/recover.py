@@ -44,6 +44,15 @@ class Rows:
                     row = json.loads(line)
                     self.found[row["row"]] = row
 
+    def begin(self, options: dict[str, object], about: dict[str, object]) -> None:
+        """The first row says what was asked for, and where. More capacities and batches may be asked for later."""
+        grows = ("capacities", "batches")
+        old = self.get("machine", lambda: {**about, "options": options})["options"]
+        differ = [name for name in options if name not in grows and old.get(name) != options[name]]
+        if differ:
+            told = ", ".join(f"{name}: {old.get(name)} there, {options[name]} here" for name in differ)
+            raise DepthgateError(f"{self.path} was made with other options ({told}): choose another --out")
+
     def get(self, name: str, make) -> dict[str, object]:
         if name not in self.found:
             start = time.perf_counter()
@@ -140,7 +149,12 @@ def main() -> None:
     given = {name: value_of(text) for name, _, text in (each.partition("=") for each in options.set)}
     if unknown := given.keys() - known:
         raise DepthgateError(f"--set {sorted(unknown)}: no such option of finetune")
-    print(json.dumps({"row": "machine", **machine(device), "options": vars(options) | {"set": given}}, default=str))
+    try:
+        capacities = [float(each) for each in options.capacities.split(",")]
+        replace(FinetuneConfig("model", options.data, "out"), **given)
+    except ValueError as error:  # DepthgateError is one
+        raise DepthgateError(f"--capacities or --set: {error}") from None
+    rows.begin(json.loads(json.dumps(vars(options) | {"set": given}, default=str)), machine(device))
 
     def measured(folder: Path) -> dict[str, object]:
         asked = EvalConfig(
@@ -158,7 +172,7 @@ def main() -> None:
 
     folders = {"dense": dense}
     rows.get("dense", lambda: measured(dense))
-    for capacity in map(float, options.capacities.split(",")):
+    for capacity in capacities:
         name = f"capacity {capacity}"
         converted, after = options.out / f"converted-{capacity}", options.out / f"recovered-{capacity}"
         if not converted.exists():

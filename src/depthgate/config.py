@@ -11,6 +11,7 @@ from depthgate.errors import (
     check_divides,
     check_positive,
     check_probability,
+    check_share,
 )
 
 
@@ -240,8 +241,7 @@ class TrainConfig:
             check_positive(getattr(self, name), name)
         for name in ("weight_decay", "rule_loss", "balance_loss", "z_loss"):
             check_probability(getattr(self, name), name)
-        if self.lowest_lr != 1:  # a rate that stays as it is
-            check_probability(self.lowest_lr, "lowest_lr")
+        check_share(self.lowest_lr, "lowest_lr")  # 1: a rate that stays as it is
         check_choice(self.device, "device", ("auto", "cpu", "cuda"))
         check_choice(self.optimizer, "optimizer", ("adamw", "muon"))
         check_choice(self.schedule, "schedule", ("cosine", "wsd"))

@@ -41,6 +41,13 @@ def check_probability(value: Any, name: str) -> float:
     return float(value)
 
 
+def check_share(value: Any, name: str) -> float:
+    """A real number in [0, 1]."""
+    if not 0.0 <= _number(value) <= 1.0:
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in [0, 1]")
+    return float(value)
+
+
 def check_positive(value: Any, name: str) -> float:
     """A finite real number above zero."""
     if not 0.0 < _number(value) < math.inf:

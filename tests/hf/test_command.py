@@ -128,7 +128,7 @@ def rewrite(folder, **values):
 @pytest.mark.parametrize(
     ("damage", "options", "why"),
     [
-        (cut, [], "cannot be loaded"),
+        (cut, [], "are cut or damaged"),
         (lose, [], "has missing weights .model.layers.1.mlp.up_proj.weight"),
         (lambda f: (f / "config.json").unlink(), [], "has no config.json"),
         (lambda f: (f / "config.json").write_text("{"), [], "cannot be loaded"),
@@ -136,6 +136,13 @@ def rewrite(folder, **values):
         (lambda f: rewrite(f, hidden_size=2**20, vocab_size=2**28), [], "weights have other sizes"),
         (lambda f: rewrite(f, hidden_size="32"), [], "cannot be loaded: .*hidden_size.*expected int"),
         (lambda f: rewrite(f, num_hidden_layers=0), [], "cannot be loaded: .*num_hidden_layers"),
+        (lambda f: rewrite(f, max_position_embeddings=0), [], "max_position_embeddings is 0: it must be"),
+        (lambda f: rewrite(f, hidden_act="os.system"), [], "does not know 'os.system', which its config.json names"),
+        (
+            lambda f: rewrite(f, attn_implementation="evil/repo"),
+            [],
+            r"names code to run \(attn_implementation is evil/",
+        ),
         (lambda f: rewrite(f, num_hidden_layers=-1), [], "num_hidden_layers is -1: it must be a whole number from 1"),
         (lambda f: None, ["--out", "/proc/x"], r"cannot write /proc/x \(.*\): give --out a folder"),
         (lambda f: None, ["--out", f"{__file__}/x/y"], r"cannot write .*/x/y \(.*\): give --out a folder"),

@@ -37,6 +37,32 @@ def test_a_conversation_goes_on_with_its_cache(kind):
     assert torch.equal(got, model.generate(said, **how, use_cache=False))
 
 
+@some
+def test_a_cache_that_was_made_in_inference_mode_goes_on_outside_it(kind):
+    model, ids = routed(kind), tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(ids[:, :8], past_key_values=cache)
+        model(ids[:, 8:9], past_key_values=cache)  # makes room that the next ones are written into
+    with torch.no_grad():
+        got = model(ids[:, 9:], past_key_values=cache).logits
+        close(got, model(ids).logits[:, 9:])
+
+
+@some
+def test_a_static_cache_gets_padding_of_one_kind_with_and_without_any(kind):
+    """Where it was a tensor for one batch and None for another, a step was compiled twice."""
+    model, (ids, mask) = routed(kind), left_padded(2, 8)
+    found = []
+    hook = model.register_forward_pre_hook(lambda *call: found.append(call[2].get("token_mask")), with_kwargs=True)
+    for given in (mask, torch.ones_like(mask)):
+        model.generate(ids, attention_mask=given, cache_implementation="static", **HOW, max_new_tokens=3)
+    hook.remove()
+    steps = [*found[1:3], *found[4:]]  # what comes after the text was read is compiled
+    assert len(steps) == 4
+    assert all(torch.equal(each, torch.ones(2, 1, dtype=torch.long)) for each in steps)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
 def test_a_cache_has_little_more_room_than_it_needs(kind):
     model = routed(kind)

@@ -37,6 +37,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         and values `update` is given next. Gives the slots (A, L) of what it will return."""
         if self.slots is None:
             self.slots = slots.new_full((batch, 0), -1)
+        self.slots = _writable(self.slots)
         held = (self.slots >= 0).sum(1)
         row = torch.arange(batch, device=slots.device) if rows is None else rows
         real = slots >= 0
@@ -59,7 +60,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         self._next = None
         shown = []
         for name, new in (("keys", key_states), ("values", value_states)):
-            old = getattr(self, name)
+            old = _writable(getattr(self, name))
             if old.shape[2] < self.slots.shape[1]:
                 old = F.pad(old, (0, 0, 0, self.slots.shape[1] - old.shape[2]))
             put = Tensor.index_put if torch.is_grad_enabled() else Tensor.index_put_
@@ -113,6 +114,11 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         if self.is_initialized:
             rows = rows.to(self.keys.device)
             self.keys, self.values = self.keys[rows], self.values[rows]
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """It, or a copy where it was made in inference mode and this no longer is one."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 class _Fixed:

@@ -128,10 +128,11 @@ def with_padding(prepare: Any) -> Any:
         made: Any = inputs.get("attention_mask")
         if made is not padding and (isinstance(made, dict) or made.ndim == 4):
             ids = inputs.get("input_ids")
-            new = (inputs["inputs_embeds"] if ids is None else ids).shape[1]
+            given = inputs["inputs_embeds"] if ids is None else ids
+            if padding is None:  # a tensor always, or a step would be compiled with one and without
+                padding = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
             # Strides that grow with the text would be compiled for anew.
-            fixed = torch.contiguous_format
-            inputs[PADDING] = None if padding is None else padding[:, -new:].clone(memory_format=fixed)
+            inputs[PADDING] = padding[:, -given.shape[1] :].clone(memory_format=torch.contiguous_format)
         return inputs
 
     return prepared

@@ -68,6 +68,15 @@ def check_config(path: Path) -> dict[str, Any]:
         depth = config.get(name, 1)
         if isinstance(depth, int) and depth < 1:  # transformers would make a model without layers
             raise DepthgateError(f"{path} cannot be loaded: {name} is {depth}: it must be a whole number from 1")
+    for name in ("max_position_embeddings", "n_positions"):
+        most = config.get(name, 2)
+        if isinstance(most, int) and most < 2:
+            raise DepthgateError(f"{path} cannot be loaded: {name} is {most}: it must be a whole number from 2")
+    for name in ("attn_implementation", "_attn_implementation"):
+        if "/" in str(config.get(name)):  # transformers would fetch a kernel of that name, and run it
+            raise DepthgateError(
+                f"{path} names code to run ({name} is {str(config[name])[:120]}), which is never done: take it out"
+            )
     check_code(config.get("auto_map"), kind if kind.removeprefix(PREFIX) in FAMILIES else "")
     return config
 

@@ -13,6 +13,7 @@ from depthgate.errors import (
     check_divides,
     check_positive,
     check_probability,
+    check_share,
 )
 
 NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # that are 1 at a score of 0
@@ -228,8 +229,7 @@ class FinetuneConfig:
             check_positive(getattr(self, name), name)
         check_probability(self.weight_decay, "weight_decay")
         for name in ("text_share", "capacity_share", "lowest_lr"):
-            if getattr(self, name) != 1:
-                check_probability(getattr(self, name), name)
+            check_share(getattr(self, name), name)
         if self.capacity is not None:
             check_capacity(self.capacity)
         check_choice(self.loss, "loss", ("distillation", "text"))
@@ -241,6 +241,8 @@ class FinetuneConfig:
             check_choice(self.tracker, "tracker", ("tensorboard", "trackio", "wandb"))
         if self.loss == "text" and self.teacher is not None:
             raise InvalidValueError("loss is 'text', which needs no teacher: leave --teacher out")
+        if self.loss == "text" and self.text_share:
+            raise InvalidValueError(f"text_share is {self.text_share}, and loss 'text' is nothing else: leave it out")
 
     @property
     def settled(self) -> "FinetuneConfig":

@@ -94,6 +94,10 @@ def _loaded(auto: Any, folder: Path, **how: Any) -> Any:
 def why(error: BaseException) -> str:
     """What transformers found wrong, in a line; with our words where its own mislead."""
     text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        return f"transformers does not know {text}, which its config.json names or should"
+    if "incomplete metadata" in text or "InvalidHeader" in text:
+        return f"its weights are cut or damaged ({text[:120]}): fetch them again"
     if "weights_only" in text:
         return "its weights are a pickle that is damaged or names code, which is never run: take safetensors"
     if "ignore_mismatched_sizes" in text:

@@ -3,7 +3,8 @@
 The layer's output carries the lesson: it is the same tensor, and when a gradient comes back through it, the rule's
 loss adds its own, or the threshold moves. That happens once a step with any kind of activation checkpointing, where
 a plan kept on the module would lose its gradient, and a counter would count twice. The rule's loss is not divided by
-the number of accumulated batches, and not multiplied by the scale of a gradient scaler: nobody tells the layer.
+the number of accumulated batches, and not multiplied by the scale of a gradient scaler: nobody tells the layer. Where
+no gradient comes back, below the first weight that is trained, thresholds stay; and each process moves its own.
 """
 
 from collections.abc import Callable
