@@ -47,8 +47,7 @@ def _of_curve(
             check(new)
             return new
     seeds = range(config.seeds, config.seeds_at_minimum or config.seeds)
-    begun = {
-        row["params"] for row in rows if row["seed"] >= config.seeds
-    }  # also where that made another size the lowest
+    # Those that have some of them already get all, also where they made another size the lowest.
+    begun = {row["params"] for row in rows if row["seed"] >= config.seeds}
     chosen = [shape for i, shape in enumerate(shapes) if i == lowest or parameters(shape) in begun]
     return [grid.cell(budget, variant, shape, seed) for shape in chosen for seed in seeds]
