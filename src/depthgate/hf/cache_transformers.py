@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSli
 
 from depthgate.errors import DepthgateError
 
-_ROOM = 64  # places made at a time once a text was read; to copy all of them for every new token would take long
+_ROOM = 64  # places made at a time, or a quarter; to copy all of them for every new token would take long
 
 
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
@@ -44,7 +44,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         place = held[row][:, None] + real.cumsum(1) - 1
         most = int(held.index_add(0, row, real.sum(1)).max())
         if most > self.slots.shape[1]:
-            room = most + _ROOM if self.slots.shape[1] else most
+            room = most + min(_ROOM, most // 4) if self.slots.shape[1] else most
             self.slots = F.pad(self.slots, (0, room - self.slots.shape[1]), value=-1)
         index = row[:, None].expand_as(slots)[real], place[real]
         self.slots[index] = slots[real]

@@ -51,16 +51,18 @@ def opened(config: Any, resume: bool, name: str = CONFIG) -> Iterator[Path]:
         run.mkdir(parents=True, exist_ok=True)
         with checkpoint.lock(run / ".run.lock"):
             new = _check_mine(config, resume, run, name)  # once more, now that no other process can come between
-            path, steps = run / name, checkpoint.steps(run)
-            before = path.read_bytes() if path.exists() else None
+            path, steps, before = run / name, checkpoint.steps(run), None
+            with suppress(OSError, UnicodeDecodeError):
+                before = path.read_text(encoding="utf-8")
             try:
                 write_json(path, plain(config))
                 yield run
-            except BaseException:
+            except BaseException as error:
                 if new:
                     _forget(run, name)
-                elif before is not None and checkpoint.steps(run) == steps:  # refused, as with other data
-                    path.write_bytes(before)
+                elif before is not None and isinstance(error, DepthgateError) and checkpoint.steps(run) == steps:
+                    with suppress(OSError):  # refused, as with other data: the run is what it was
+                        _replace(path, before)
                 raise
     except OSError as error:
         raise DepthgateError(
