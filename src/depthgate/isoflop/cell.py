@@ -39,12 +39,16 @@ def finished(cell: Cell) -> dict[str, Any] | None:
         return None
     except ValueError:
         raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again") from None
-    told = described(cell)
-    if not isinstance(found, dict) or any(found.get(name) != told[name] for name in told):
+    if not isinstance(found, dict) or not is_of(found, cell):
         raise DepthgateError(f"{path} is of another study: choose another --out")
     if not whole(found):
         raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again")
     return found
+
+
+def is_of(row: dict[str, Any], cell: Cell) -> bool:
+    """Whether it is what this very cell gave."""
+    return all(row.get(name) == value for name, value in described(cell).items())
 
 
 def whole(row: object) -> bool:

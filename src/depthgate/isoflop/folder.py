@@ -83,7 +83,7 @@ class Folder:
         return recorded
 
     def _rows(self) -> tuple[list[dict[str, Any]], list[str | None]]:
-        """Rows that the study has already, also of cells that it is not asked for now, and the study each names."""
+        """Rows that the study has already, whichever command asked for them, and the study that each names."""
         path = self.path / RESULTS
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
         rows, keys = [], []

@@ -9,11 +9,11 @@ from typing import Any
 
 from depthgate.errors import DepthgateError
 from depthgate.isoflop import fit, rates
-from depthgate.isoflop.cell import beside, finished
+from depthgate.isoflop.cell import beside, finished, is_of
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed
 from depthgate.isoflop.folder import Folder
-from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits, described
+from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits
 from depthgate.isoflop.launch import launch, parallel
 from depthgate.isoflop.more import more_cells
 from depthgate.isoflop.progress import Progress, short
@@ -77,18 +77,14 @@ class Study:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Of all finished cells, also of those that the study is not asked for now."""
-        known = {row["cell"] for row in self.folder.rows}
-        more = [row for cell in self.cells if cell.name not in known and (row := finished(cell))]
-        return [*self.folder.rows, *more]
+        """Of all finished cells, whichever command asked for them."""
+        return self.folder.rows
 
     def _found(self, cell: Cell) -> dict[str, Any] | None:
         """The row of a finished cell; where its folder was taken away, what results.jsonl has kept of it."""
         if cell.folder.exists() or beside(cell, "error").exists() or cell.part != CELLS:
             return finished(cell)
-        row = next((row for row in self.folder.rows if row["cell"] == cell.name), None)
-        told = described(cell)
-        return row if row is not None and all(row.get(name) == told[name] for name in told) else None
+        return next((row for row in self.rows if is_of(row, cell)), None)
 
     def _check_fits(self, cells: Sequence[Cell]) -> None:
         if cells and self.config.launcher == "local":  # of other machines, nothing is known here
