@@ -25,8 +25,8 @@ Row = Mapping[str, Any]
 _NOTE = (
     "Losses are causal (each router decides from the token alone, as in generation), in nats a token of held-out text. "
     "FLOPs are those of the matrix products, forward and backward, counted from the configuration, attention without "
-    "the saving of a causal mask. Best loss: the lowest point of the fitted curve; best size: the mean loss of the size "
-    "whose mean is lowest. Intervals are of 95%, by a bootstrap of the residuals of each curve."
+    "the saving of a causal mask. Best loss: the lowest point of the fitted curve; best size: the lowest mean of one. "
+    "Intervals are of 95%, by a bootstrap of the residuals of each curve."
 )
 
 
