@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from depthgate import MoDEncoder
 from depthgate.bench import answers
-from depthgate.bench.measure import count_flops, interleaved, machine
+from depthgate.device import count_flops, interleaved, machine
 
 HIDDEN, WINDOW, BATCH, WARMUP = 256, 256, 16, 3
 SPEED_TARGET, FLOP_TARGET = 1.5, 0.35

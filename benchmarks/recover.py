@@ -21,13 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import depthgate  # noqa: F401
-from depthgate.bench.measure import machine
+from depthgate.commands.eval import evaluate
 from depthgate.config import EvalConfig
+from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.evaluating import evaluate
 from depthgate.hf import command, finetune, speed
 from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
-from depthgate.train.loop import resolve_device
 
 _TRIAL = 12  # steps that say how long one takes; the first ones warm up
 

@@ -17,7 +17,7 @@ from soft_moe_pytorch import SoftMoE as PeerSoftMoE
 from torch import Tensor, nn
 
 from depthgate.bench import answers
-from depthgate.bench.measure import interleaved, machine
+from depthgate.device import interleaved, machine
 from depthgate.layers import SoftMoE
 
 BATCH, TOKENS, EXPERTS = 8, 196, 128

@@ -17,15 +17,15 @@ import torch
 
 import depthgate as dg
 from depthgate.cli import main
+from depthgate.commands.eval import evaluate
 from depthgate.config import EvalConfig
+from depthgate.data.batches import windows
 from depthgate.demo import measure, report, runs
 from depthgate.demo.config import DemoConfig
 from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
-from depthgate.evaluating import evaluate
 from depthgate.routing import Slots
-from depthgate.train import routes
-from depthgate.train.batches import windows
+from depthgate.view import heldout as routes
 from depthgate.view.tokens import routed_text
 
 # Reads as markup, has characters of several bytes, and nothing about it is Python.

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from depthgate.bench.measure import count_flops, interleaved, machine
+from depthgate.device import count_flops, interleaved, machine
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
 from depthgate.routing import TopTokens
 

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from depthgate._version import __version__
-from depthgate.hf.late import announce
+from depthgate.hf.registration import announce
 
 _HOMES = {
     "depthgate.config": ("ModelConfig",),

@@ -84,12 +84,12 @@ def _late(module: str) -> Callable[..., int | None]:
 # verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
 _VERBS: dict[str, tuple[type[Any], Any]] = {
     "train": (TrainConfig, _train),
-    "eval": (EvalConfig, _late("depthgate.evaluating")),
+    "eval": (EvalConfig, _late("depthgate.commands.eval")),
     "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
-    "generate": (GenerateConfig, _late("depthgate.generation.command")),
-    "convert": (ConvertConfig, _late("depthgate.converting")),
+    "generate": (GenerateConfig, _late("depthgate.commands.generate")),
+    "convert": (ConvertConfig, _late("depthgate.commands.convert")),
     "finetune": (FinetuneConfig, _late("depthgate.hf.finetune")),
-    "view": (ViewConfig, _late("depthgate.showing")),
+    "view": (ViewConfig, _late("depthgate.commands.view")),
     "presets": (PresetsConfig, _presets),
     "bench-layers": (BenchLayersConfig, _late("depthgate.bench.layers")),
     "bench-train": (BenchTrainConfig, _late("depthgate.bench.train")),

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint.files import damaged
+from depthgate.checkpoint.manifest import MANIFEST
 from depthgate.config import ModelConfig
+from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters
 from depthgate.hf.code import is_model
 from depthgate.model import Decoder
-from depthgate.train import checkpoint
-from depthgate.train.files import damaged
-from depthgate.train.manifest import MANIFEST
-from depthgate.train.run import TOKENIZER, check_fit
-from depthgate.train.tokenizer import TextTokenizer, folder_hash, load_tokenizer
+from depthgate.train.run_folder import TOKENIZER, check_fit
 
 _LATER = ("head_dim", "norm_eps")  # values of a model that runs of older versions do not name
 
@@ -58,7 +58,7 @@ def load(path: str | Path) -> LoadedDecoder:
 
 def _from_hugging_face(folder: Path) -> LoadedDecoder:
     from depthgate.hf.decoder import to_decoder
-    from depthgate.hf.source import load as load_model
+    from depthgate.hf.folder import load as load_model
 
     tokenizer = load_tokenizer(folder)
     model = to_decoder(load_model(folder), LoadedDecoder)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from depthgate.train import sharded
+from depthgate.checkpoint import distributed as sharded
 from tests.distributed.spawn import spawn
 
 PIECES = {  # values and first rows of two pieces of six numbers

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from depthgate.train import checkpoint, sharded
+from depthgate.checkpoint import distributed as sharded
+from depthgate.checkpoint import store as checkpoint
 from depthgate.train.parallel import World
 
 

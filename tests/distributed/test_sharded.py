@@ -19,9 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import depthgate as dg
+from depthgate.checkpoint import distributed as sharded
+from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
 from depthgate.errors import DepthgateError, DepthgateWarning
-from depthgate.train import checkpoint, sharded
 from tests.distributed.spawn import spawn, start
 from tests.train.test_checkpoint import flip, same
 from tests.train.test_loop import TINY

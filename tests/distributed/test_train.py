@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthgate.train import checkpoint
+from depthgate.checkpoint import store as checkpoint
 from tests.train.tiny import TINY, rows
 
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-5}  # sums over processes are in another order, and AdamW divides by small numbers

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Forward, decode
-from depthgate.generation.requests import requests
+from depthgate.generation.prompts import requests
 from depthgate.routing import Threshold
-from depthgate.train.tokenizer import ByteTokenizer
 
 VOCAB = 40
 PATTERNS = ("dense", "dense,mod", "mod,moe", "dense,mode")

@@ -13,11 +13,11 @@ import pytest
 
 import depthgate as dg
 from depthgate.cli import main
+from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.generation.beams import search
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Forward, decode
-from depthgate.generation.requests import requests
-from depthgate.train.tokenizer import ByteTokenizer
+from depthgate.generation.prompts import requests
 from tests.generation.test_engine import built, said
 from tests.train.tiny import TEXT, train
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, HFTokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.generation.text import TextStream
-from depthgate.train.tokenizer import END, BPETokenizer, ByteTokenizer, HFTokenizer
+from depthgate.generation.stream_text import TextStream
 
 
 class Joined(ByteTokenizer):

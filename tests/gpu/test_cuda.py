@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from depthgate.config import ModelConfig, TrainConfig
+from depthgate.data.batches import Rows
 from depthgate.model import Decoder
 from depthgate.ops import reference
 from depthgate.ops.attention import packed_attention
 from depthgate.ops.select import choose, choose_by_sorting, top_k, top_of_documents
 from depthgate.train import optim
-from depthgate.train.batches import Rows
 from depthgate.train.parallel import World
 from depthgate.train.step import Step
 from tests.conftest import close

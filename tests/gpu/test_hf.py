@@ -14,8 +14,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, DataCollato
 from transformers.masking_utils import flash_attention_mask
 
 import depthgate as dg
-from depthgate.bench.measure import count_flops
 from depthgate.cli import main
+from depthgate.device import count_flops
 from tests.conftest import close
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import FAMILY_NAMES, routed, tokens, with_random_routers

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 import depthgate as dg
 from depthgate.cli import main
-from depthgate.hf.language import tokenizer_of
+from depthgate.hf.adapter import tokenizer_of
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import dense
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 
 import depthgate as dg
 from depthgate.cli import main
+from depthgate.data.batches import Packed
+from depthgate.data.token_file import everything, tokenize
+from depthgate.hf.adapter import Language, tokenizer_of
 from depthgate.hf.calibrate import calibrate, is_neutral
-from depthgate.hf.language import Language, tokenizer_of
-from depthgate.train.batches import Packed
-from depthgate.train.shards import everything, tokenize
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import tokens
 

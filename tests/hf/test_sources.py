@@ -74,7 +74,7 @@ def write_gguf(model, path, kind=gguf.GGMLQuantizationType.F32):
 
 
 def gguf_letters():
-    from depthgate.train.tokenizer import _alphabet
+    from depthgate.data.tokenizer import _alphabet
 
     return ["<s>", "</s>", "ab", *_alphabet()[33:126]]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from depthgate.train import checkpoint
+from depthgate.checkpoint import store as checkpoint
 
 
 def write_for_ever(run: Path, attempt: int, out: int) -> None:

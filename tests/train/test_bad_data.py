@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
-from depthgate.train import checkpoint
-from depthgate.train.shards import TokenFile
-from depthgate.train.tokenizer import ByteTokenizer
+from depthgate.data.token_file import TokenFile
+from depthgate.data.tokenizer import ByteTokenizer
 from tests.train.tiny import same, train, write_data
 
 

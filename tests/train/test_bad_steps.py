@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.checkpoint import store as checkpoint
 from depthgate.model import Decoder
-from depthgate.train import checkpoint
 from tests.train.tiny import rows, same, train
 
 

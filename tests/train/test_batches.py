@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthgate.data.batches import Packed, batches, permuted, validation_rows, windows
+from depthgate.data.token_file import TokenFile, everything, split, write
+from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.errors import DepthgateError
-from depthgate.train.batches import Packed, batches, permuted, validation_rows, windows
-from depthgate.train.shards import TokenFile, everything, split, write
-from depthgate.train.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 END = BYTES.end
@@ -231,8 +231,8 @@ def test_a_stream_that_is_left_ends_its_workers(many):
 def test_an_interrupted_process_ends_at_once(many):
     code = f"""
 import os, signal
-from depthgate.train.batches import Packed, batches
-from depthgate.train.shards import TokenFile, everything
+from depthgate.data.batches import Packed, batches
+from depthgate.data.token_file import TokenFile, everything
 stream = batches(Packed(everything(TokenFile({str(many.file.path)!r})), 16), 4, workers=2)
 for step, batch in enumerate(stream):
     if step == 5:

@@ -21,8 +21,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint import store as checkpoint
 from depthgate.errors import DepthgateError, DepthgateWarning
-from depthgate.train import checkpoint, files
 
 CONFIG = {"dim": 8, "pattern": "mod,dense"}
 ALL_FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint import store as checkpoint
 from depthgate.errors import DepthgateError
-from depthgate.train import checkpoint, files, run
+from depthgate.train import run_folder as run
 from tests.train.test_checkpoint import ALL_FILES, flip, forge
 from tests.train.tiny import rows, same, train, write_data
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, folder_hash
 from depthgate.errors import DepthgateError
-from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, folder_hash
 from tests.train.test_checkpoint import Evil, forge, safetensors
 from tests.train.tiny import train, write_data
 

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint import store as checkpoint
+from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.model import Decoder
-from depthgate.train import checkpoint, files, run
-from depthgate.train.tokenizer import ByteTokenizer
+from depthgate.train import run_folder as run
 from tests.train.tiny import rows, same, start, train, write_data
 
 STEPS = 11  # an epoch has 8.5

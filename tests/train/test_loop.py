@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
 from depthgate.config import TrainConfig
 from depthgate.errors import DepthgateWarning
 from depthgate.routing import agreement
-from depthgate.train import checkpoint, optim
+from depthgate.train import optim
 from tests.train.tiny import TINY, rows, same, train
 
 OPTIONS = {

@@ -11,9 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint import rows as pieces
+from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint.manifest import open_folder
 from depthgate.errors import DepthgateError
-from depthgate.train import checkpoint, files, pieces
-from depthgate.train.manifest import open_folder
 from tests.train.test_checkpoint import CONFIG, Evil, content, flip, forge, refuses, same, whole
 
 MODEL = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]

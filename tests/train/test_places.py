@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import depthgate as dg
+from depthgate.checkpoint import store as checkpoint
 from depthgate.errors import DepthgateError
-from depthgate.train import checkpoint, run
+from depthgate.train import run_folder as run
 from tests.train import forks
 from tests.train.tiny import rows, same, train, words, write_data
 

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthgate.data import token_file as shards_module
+from depthgate.data.token_file import TokenFile, everything, mix, prepare, split, tokenize, write
+from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer
 from depthgate.errors import DepthgateError
-from depthgate.train import shards as shards_module
-from depthgate.train.shards import TokenFile, everything, mix, prepare, split, tokenize, write
-from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer
 
 BYTES = ByteTokenizer()
 TEXTS = [f"document {i} " + "word " * (i % 7) for i in range(50)]

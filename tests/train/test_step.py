@@ -5,9 +5,9 @@ import torch
 
 import depthgate as dg
 from depthgate.config import ModelConfig, TrainConfig
+from depthgate.data.batches import Rows
 from depthgate.routing import causal_bce
 from depthgate.train import optim
-from depthgate.train.batches import Rows
 from depthgate.train.step import Step
 from tests.conftest import close
 

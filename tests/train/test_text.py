@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthgate.data import sources as text_module
+from depthgate.data.sources import MARK, describe, documents, fingerprint, source_files
 from depthgate.errors import DepthgateError
-from depthgate.train import text as text_module
-from depthgate.train.text import MARK, describe, documents, fingerprint, source_files
 
 ARTICLES = ["First article.\n\nIts second paragraph.", "Zweiter Artikel: äöü 🙂", "Third.\n\n  indented"]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from depthgate.data import tokenizer as tokenizer_module
+from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, HFTokenizer, load_tokenizer
 from depthgate.errors import DepthgateError
-from depthgate.train import tokenizer as tokenizer_module
-from depthgate.train.tokenizer import END, BPETokenizer, ByteTokenizer, HFTokenizer, load_tokenizer
 
 CORPUS = ["def route(tokens):\n    return tokens[:k]\n\n", "Größe 🙂 the tokens, the route, the rest\n"] * 20
 BPE = BPETokenizer.train(CORPUS, 280)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
-from depthgate.train import checkpoint
 
 TINY = [
     "--model.dim=16",

@@ -11,10 +11,10 @@ from rich.console import Console
 import depthgate as dg
 from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Plans, Slots
-from depthgate.showing.models import read
-from depthgate.showing.readers import DecoderReader
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import routes_figure
+from depthgate.view.models import read
+from depthgate.view.readers import DecoderReader
 from depthgate.view.routes import Routes
 from depthgate.view.routes_page import routes_page
 from depthgate.view.terminal import print_routes, print_runs

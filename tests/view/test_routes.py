@@ -11,8 +11,8 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
-from depthgate.showing.models import read
-from depthgate.showing.readers import DecoderReader
+from depthgate.view.models import read
+from depthgate.view.readers import DecoderReader
 from depthgate.view.routes import routes
 from depthgate.view.routes_page import routes_page
 from tests.view.pages import HOSTILE, large, page_data, view_model

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from depthgate.bench.config import BenchGenerateConfig
 from depthgate.bench.llama import check_transformers, llama_generate
-from depthgate.bench.measure import machine
 from depthgate.config import EvalConfig, ModelConfig
+from depthgate.data.token_file import Documents
+from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
 from depthgate.generation.engine import Forward, generate
@@ -31,8 +32,6 @@ from depthgate.model import Decoder
 from depthgate.presets import train_config
 from depthgate.routing import Predictor, Scores, Slots, Threshold
 from depthgate.train.evaluate import documents_of
-from depthgate.train.loop import resolve_device
-from depthgate.train.shards import Documents
 
 _CHECKED = 12  # tokens
 _PROMPT = 16

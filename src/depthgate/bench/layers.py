@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from depthgate.bench import answers
 from depthgate.bench.config import BenchLayersConfig
-from depthgate.bench.measure import count_flops, interleaved, machine
+from depthgate.device import count_flops, interleaved, machine
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SoftMoE, SwiGLU
 from depthgate.routing import TopTokens

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from depthgate.config import ModelConfig, TrainConfig
+from depthgate.data.batches import Rows
 from depthgate.errors import DepthgateError
 from depthgate.hf.table import their_values
-from depthgate.train.batches import Rows
 from depthgate.train.step import Figures, precision
 
 

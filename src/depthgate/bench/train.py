@@ -21,14 +21,14 @@ import torch
 
 from depthgate.bench.config import BenchTrainConfig
 from depthgate.bench.llama import LlamaStep, check_transformers
-from depthgate.bench.measure import machine
 from depthgate.config import ModelConfig, TrainConfig
+from depthgate.data.batches import Rows
+from depthgate.device import machine
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters, training_flops
 from depthgate.layers import Attention
 from depthgate.model import Decoder
 from depthgate.train import optim
-from depthgate.train.batches import Rows
 from depthgate.train.parallel import World
 from depthgate.train.progress import matmul_rate
 from depthgate.train.step import Figures, Step

@@ -9,14 +9,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from depthgate.bench.measure import machine
 from depthgate.demo.config import DemoConfig
 from depthgate.demo.report import NOTE, cells, command, report_page, verdict
 from depthgate.demo.results import measured
 from depthgate.demo.runs import steps_done, train, twins
+from depthgate.device import machine
 from depthgate.errors import DepthgateError
-from depthgate.train.run import write_json
-from depthgate.view.output import replace
+from depthgate.files import replace
+from depthgate.train.run_folder import write_json
 
 
 def run(config: DemoConfig, as_json: bool) -> int:

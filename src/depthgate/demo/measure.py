@@ -5,9 +5,9 @@ import math
 import torch
 
 from depthgate.config import TrainConfig
+from depthgate.data.token_file import Documents, prepare
 from depthgate.loading import LoadedDecoder
-from depthgate.train.run import cache
-from depthgate.train.shards import Documents, prepare
+from depthgate.train.run_folder import cache
 
 PROMPT = "def "
 SAMPLED = 300  # tokens; a token is a byte here

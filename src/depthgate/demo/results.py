@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.config import TrainConfig
+from depthgate.data.token_file import Documents
 from depthgate.demo import measure
 from depthgate.demo.runs import marks, metrics
 from depthgate.flops import parameters, training_flops
 from depthgate.loading import LoadedDecoder, load
 from depthgate.train import evaluate
-from depthgate.train.routes import piece, routed, routed_layers
-from depthgate.train.shards import Documents
+from depthgate.view.heldout import piece, routed, routed_layers
 
 _LOSSES = ("nats_per_byte", "bits_per_byte", "nats_per_byte_top_k", "bits_per_byte_top_k")
 

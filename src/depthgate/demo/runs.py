@@ -6,13 +6,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from depthgate.checkpoint import store as checkpoint
 from depthgate.config import TrainConfig
 from depthgate.demo.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.presets import train_config
-from depthgate.train import checkpoint, loop
-from depthgate.train.run import METRICS
+from depthgate.train import loop
+from depthgate.train.run_folder import METRICS
 
 MOD, DENSE = "tiny-mod", "tiny-dense"
 TOLERANCE = 0.01  # largest difference of the two runs' FLOPs

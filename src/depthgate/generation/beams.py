@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.generation.engine import Event, Forward, journey
-from depthgate.generation.requests import Generation
+from depthgate.generation.prompts import Generation
 from depthgate.generation.sampling import check_logits
-from depthgate.train.tokenizer import TextTokenizer
 
 
 @dataclass

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from depthgate.cache import Cache
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.config import Sampling
-from depthgate.generation.requests import Generation, Prompt, requests
+from depthgate.generation.prompts import Generation, Prompt, requests
 from depthgate.generation.sampling import Draws, check_logits, pick
-from depthgate.generation.text import TextStream
+from depthgate.generation.stream_text import TextStream
 from depthgate.model import Decoder
 from depthgate.routing import Plans, Slots
-from depthgate.train.tokenizer import TextTokenizer
 
 
 class Event(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgate.hf.language import Language
+from depthgate.data.batches import Rows
+from depthgate.hf.adapter import Language
 from depthgate.ops.sizes import budget
+from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
-from depthgate.routing.rules import Predictor, Threshold
-from depthgate.train.batches import Rows
 
 _RIDGE = 1e-2  # of the mean square of a channel
 _SPREAD = {"straight_through": 1.0}  # of the scores; where they change the gate, it is to stay near 1

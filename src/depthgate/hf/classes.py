@@ -13,10 +13,10 @@ from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.hf.code import check_code, code_names, write_code
 from depthgate.hf.config import Routing
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
+from depthgate.hf.inputs import PADDING, argument_names, hand_down
 from depthgate.hf.layer import DepthRouter, RoutedLayer
-from depthgate.hf.tokens import PADDING, argument_names, hand_down
+from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
-from depthgate.routing.rules import Predictor, Threshold
 
 ROUTER = "depth_router"
 TESTED = (5, 18)  # of transformers: the tests pass with it and with 5.22

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.beside import check_generation, check_text, copy_text, load_tokenizer
 from depthgate.hf.change import layer_changes, least_changing
 from depthgate.hf.code import check_config
 from depthgate.hf.config import ConvertConfig
-from depthgate.hf.conversion import convert, set_capacity
+from depthgate.hf.convert import convert, set_capacity
 from depthgate.hf.families import check_config_values, family_of
-from depthgate.hf.source import gguf_of, load
+from depthgate.hf.folder import gguf_of, load
+from depthgate.hf.tokenizer_files import check_generation, check_text, copy_text, load_tokenizer
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}

@@ -19,20 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.checkpoint import store as checkpoint
+from depthgate.data.batches import Packed, batches
+from depthgate.data.token_file import everything, tokenize
+from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.beside import check_generation, check_text, copy_text
+from depthgate.hf.adapter import Language, tokenizer_of
 from depthgate.hf.calibrate import calibrate
 from depthgate.hf.config import FinetuneConfig
-from depthgate.hf.conversion import routed_layers, set_capacity
-from depthgate.hf.language import Language, tokenizer_of
-from depthgate.hf.source import load
-from depthgate.hf.student import Student, build
-from depthgate.train import checkpoint, optim
-from depthgate.train import run as runs
-from depthgate.train.batches import Packed, batches
-from depthgate.train.loop import resolve_device
+from depthgate.hf.convert import routed_layers, set_capacity
+from depthgate.hf.folder import load
+from depthgate.hf.recover import Student, build
+from depthgate.hf.tokenizer_files import check_generation, check_text, copy_text
+from depthgate.train import optim
+from depthgate.train import run_folder as runs
 from depthgate.train.progress import progress_line, tracker
-from depthgate.train.shards import everything, tokenize
 from depthgate.train.signals import stop_signals
 
 ASKED = "finetune.json"

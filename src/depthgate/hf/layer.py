@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
+from depthgate.hf.inputs import KEYWORD, Tokens
 from depthgate.hf.masks import Seen, as_asked
-from depthgate.hf.teach import teach
-from depthgate.hf.tokens import KEYWORD, Tokens
+from depthgate.hf.rule_loss import teach
 from depthgate.ops.attention import without_cudnn
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens

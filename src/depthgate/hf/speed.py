@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgate.bench.measure import machine
+from depthgate.data.token_file import everything, tokenize
+from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
+from depthgate.hf.adapter import Language, cast, compute_dtype, tokenizer_of
 from depthgate.hf.config import BenchHFConfig
-from depthgate.hf.language import Language, cast, compute_dtype, tokenizer_of
-from depthgate.hf.source import load
-from depthgate.train.loop import resolve_device
-from depthgate.train.run import cache
-from depthgate.train.shards import everything, tokenize
+from depthgate.hf.folder import load
+from depthgate.train.run_folder import cache
 
 _CHECKED = 12  # tokens of a continuation
 _READ = 24  # tokens before it

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.config import EvalConfig
+from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf.beside import load_tokenizer
+from depthgate.hf.adapter import cast, compute_dtype, tokenizer_of
 from depthgate.hf.code import is_model
-from depthgate.hf.language import cast, compute_dtype, tokenizer_of
-from depthgate.hf.source import load
-from depthgate.train.loop import resolve_device
+from depthgate.hf.folder import load
+from depthgate.hf.tokenizer_files import load_tokenizer
 
 
 def run(config: EvalConfig, as_json: bool) -> None:

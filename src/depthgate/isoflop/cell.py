@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 
-from depthgate.bench.measure import machine
 from depthgate.config import ModelConfig
+from depthgate.data.token_file import prepare
+from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import forward_flops
 from depthgate.isoflop.grid import Cell, described
 from depthgate.loading import load
 from depthgate.train import loop
 from depthgate.train.evaluate import measure
-from depthgate.train.run import METRICS, cache, write_json
-from depthgate.train.shards import prepare
+from depthgate.train.run_folder import METRICS, cache, write_json
 
 RESULT = "result.json"
 
@@ -92,7 +92,7 @@ def _trained(cell: Cell, measured: int) -> dict[str, Any]:
         if loop.train(training, resume=True) == 130 or not last_step.is_dir():
             raise KeyboardInterrupt from None  # somebody asked the process to stop
         model = load(last_step)
-    model = model.to(loop.resolve_device(training.device))
+    model = model.to(resolve_device(training.device))
     shards = prepare(training.data, model.tokenizer, cache(), training.validation)
     figures = measure(model, shards.validation, training.batch, measured)
     about = machine(training.device)

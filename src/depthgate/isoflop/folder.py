@@ -8,14 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from depthgate.checkpoint import store as checkpoint
+from depthgate.data import sources as text
 from depthgate.errors import DepthgateError
+from depthgate.files import replace
 from depthgate.isoflop.cell import whole
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import CELLS
 from depthgate.isoflop.words import command
-from depthgate.train import checkpoint, text
-from depthgate.train.run import check_same, write_json
-from depthgate.view.output import replace
+from depthgate.train.run_folder import check_same, write_json
 
 GRID, RESULTS = "grid.json", "results.jsonl"
 # What a study that goes on may have more of; and what says where and how fast, not what.

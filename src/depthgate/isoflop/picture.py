@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from depthgate.data.token_file import prepare
 from depthgate.errors import DepthgateError
 from depthgate.loading import load
-from depthgate.train.routes import piece, routed, routed_layers
-from depthgate.train.run import CONFIG, cache
-from depthgate.train.shards import prepare
+from depthgate.train.run_folder import CONFIG, cache
 from depthgate.view import page as pages
+from depthgate.view.heldout import piece, routed, routed_layers
 from depthgate.view.page import Html
 from depthgate.view.tokens import routed_text
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from depthgate.files import replace
 from depthgate.isoflop.fit import Curve
 from depthgate.view.figures import figure_bytes, new_figure
-from depthgate.view.output import replace
 
 _MARKERS = "osD^vP*X"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
+from depthgate.files import replace
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.estimate import Speed, duration
 from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
@@ -18,7 +19,6 @@ from depthgate.isoflop.grid import CELLS, Cell, described
 from depthgate.isoflop.words import alone, flops, said
 from depthgate.view import charts
 from depthgate.view import page as pages
-from depthgate.view.output import replace
 from depthgate.view.page import Html
 
 Row = Mapping[str, Any]

@@ -7,6 +7,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from depthgate.data import sources as text
+from depthgate.data.batches import Packed
+from depthgate.data.token_file import prepare
+from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
+from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.isoflop import fit, rates
 from depthgate.isoflop.cell import beside, finished, is_of
@@ -19,12 +24,7 @@ from depthgate.isoflop.more import more_cells
 from depthgate.isoflop.progress import Progress, short
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.report import print_grid, write
-from depthgate.train import text
-from depthgate.train.batches import Packed
-from depthgate.train.loop import resolve_device
-from depthgate.train.run import cache, write_json
-from depthgate.train.shards import prepare
-from depthgate.train.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
+from depthgate.train.run_folder import cache, write_json
 
 RATES, TOKENIZER, SWEEP = "rates.json", "tokenizer", "sweep"
 _ATTEMPTS = 2

@@ -140,7 +140,7 @@ class MixtureOfDepths(nn.Module):
         padding_keyword: str | None = None,
     ) -> None:
         """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
-        rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.rules).
+        rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.causal).
         per_token: names of the block's keywords that travel with the tokens; unless given, shapes tell.
         padding_keyword: the block's keyword for a (B, k) mask, True at padding; known for nn.TransformerEncoderLayer.
         """

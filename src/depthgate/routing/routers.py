@@ -10,9 +10,9 @@ from depthgate.ops.checks import check_per_token, check_tokens
 from depthgate.ops.rows import fusing, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.sizes import budget
+from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
-from depthgate.routing.rules import Scores, Threshold, rule_from
 from depthgate.routing.scorer import Scorer, features
 
 _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from depthgate.checkpoint.manifest import MANIFEST
 from depthgate.config import EvalConfig
+from depthgate.data.batches import validation_rows
+from depthgate.data.token_file import Documents, everything, prepare, tokenize
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Plan, Slots
-from depthgate.train.batches import validation_rows
-from depthgate.train.manifest import MANIFEST
-from depthgate.train.run import CONFIG, cache
-from depthgate.train.shards import Documents, everything, prepare, tokenize
-from depthgate.train.tokenizer import TextTokenizer
+from depthgate.train.run_folder import CONFIG, cache
 
 
 class Measured(Protocol):

@@ -16,19 +16,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from depthgate.checkpoint import store as checkpoint
 from depthgate.config import ModelConfig, TrainConfig
-from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
-from depthgate.flops import training_flops
-from depthgate.model import Decoder
-from depthgate.presets import preset
-from depthgate.train import checkpoint, optim, run, text
-from depthgate.train.batches import Packed, batches
-from depthgate.train.parallel import World, joined, like
-from depthgate.train.progress import matmul_rate, progress_line, tracker
-from depthgate.train.shards import prepare, tokenize
-from depthgate.train.signals import stop_signals
-from depthgate.train.step import Figures, Step
-from depthgate.train.tokenizer import (
+from depthgate.data import sources as text
+from depthgate.data.batches import Packed, batches
+from depthgate.data.token_file import prepare, tokenize
+from depthgate.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
     HFTokenizer,
@@ -36,6 +29,17 @@ from depthgate.train.tokenizer import (
     folder_hash,
     load_tokenizer,
 )
+from depthgate.device import resolve_device
+from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
+from depthgate.flops import training_flops
+from depthgate.model import Decoder
+from depthgate.presets import preset
+from depthgate.train import optim
+from depthgate.train import run_folder as run
+from depthgate.train.parallel import World, joined, like
+from depthgate.train.progress import matmul_rate, progress_line, tracker
+from depthgate.train.signals import stop_signals
+from depthgate.train.step import Figures, Step
 
 
 def train(config: TrainConfig, resume: bool) -> int:
@@ -62,14 +66,6 @@ def _prepared(world: World, config: TrainConfig, resume: bool) -> Iterator[tuple
         tokenize(config.data, tokenizer, run.cache())
         world.wait()
         yield folder, tokenizer
-
-
-def resolve_device(device: str) -> str:
-    """cpu or cuda; an error where cuda is asked for and absent."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise InvalidValueError("device is 'cuda', but no CUDA device is available: use --device cpu")
-    return ("cuda" if available else "cpu") if device == "auto" else device
 
 
 def _tokenizer(config: TrainConfig, folder: Path) -> TextTokenizer:
@@ -262,7 +258,7 @@ class _Training:
         if self.world.size == 1:
             checkpoint.save(*what)
         else:
-            from depthgate.train import sharded
+            from depthgate.checkpoint import distributed as sharded
 
             sharded.save(*what, self.world)
         return int(self.state["step"])
@@ -272,7 +268,7 @@ class _Training:
         if self.world.size == 1:
             found = checkpoint.load(self.folder)
         else:
-            from depthgate.train import sharded
+            from depthgate.checkpoint import distributed as sharded
 
             found = sharded.load(self.folder, self.world, held)
         self.world.agree(lambda: run.check_found(found, self.config, self.state, self.model))

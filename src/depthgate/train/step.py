@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthgate.config import TrainConfig
+from depthgate.data.batches import Rows
 from depthgate.layers import Attention
 from depthgate.model import Decoder
 from depthgate.routing import (
@@ -27,7 +28,6 @@ from depthgate.routing import (
     z_loss,
 )
 from depthgate.train import optim
-from depthgate.train.batches import Rows
 from depthgate.train.parallel import World, whole
 
 _WARMUP = 2  # steps before a capture, in which libraries and the compiler set themselves up

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
+from depthgate.files import write
 from depthgate.view.experts import ExpertLayer, SlotLayer
-from depthgate.view.output import write
 from depthgate.view.plans import Grid, Seen
 from depthgate.view.routes import Routes
 from depthgate.view.runs import Run

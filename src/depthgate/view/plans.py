@@ -42,7 +42,7 @@ def save_page(
     plans: Sequence[Plan], path: str | Path, tokens: Sequence[str] | None, grid: Grid | None, row: int
 ) -> None:
     """One self-contained page."""
-    from depthgate.view.output import check_out, write
+    from depthgate.files import check_out, write
     from depthgate.view.routes_page import plans_page
 
     out = check_out(Path(path))

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from depthgate.showing.readers import Reader, encoded, losses, read_text, reader
-from depthgate.train.loop import resolve_device
+from depthgate.device import resolve_device
+from depthgate.files import check_outs, write
 from depthgate.view.config import ViewConfig
 from depthgate.view.experts import ExpertLayer, expert_layers, joined_experts
-from depthgate.view.output import check_outs, write
 from depthgate.view.page import Html, join, note, paragraph
+from depthgate.view.readers import Reader, encoded, losses, read_text, reader
 from depthgate.view.routes import Routes, joined, routes
 from depthgate.view.routes_page import routes_page
 from depthgate.view.tokens import count, isolated, short

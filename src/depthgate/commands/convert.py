@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
+from depthgate.checkpoint.manifest import MANIFEST
+from depthgate.checkpoint.store import steps
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf import command
 from depthgate.hf.code import is_model
 from depthgate.hf.config import ConvertConfig
 from depthgate.hf.decoder import export
 from depthgate.loading import load
-from depthgate.train.checkpoint import steps
-from depthgate.train.manifest import MANIFEST
 
 _TOLERANCE = 1e-4  # of the largest logit, in float32: two right answers that were rounded in another order
 _OF_RUNS = ("model", "out", "to", "probe", "seed")  # options that mean something for a run

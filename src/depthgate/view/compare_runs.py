@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from depthgate.errors import DepthgateError
+from depthgate.files import check_out, check_outs, write
 from depthgate.view.config import ViewConfig
-from depthgate.view.output import check_out, check_outs, write
 from depthgate.view.runs import CONFIG, METRICS, read_runs
 from depthgate.view.runs_page import runs_page
 

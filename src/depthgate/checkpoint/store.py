@@ -22,10 +22,11 @@ from typing import Any
 
 from torch import Tensor
 
+from depthgate.checkpoint import files, manifest
+from depthgate.checkpoint import rows as pieces
+from depthgate.checkpoint.files import Packed, Record, opened
+from depthgate.checkpoint.manifest import MANIFEST, PLAIN, SUFFIX, open_folder, step_of
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
-from depthgate.train import files, manifest, pieces
-from depthgate.train.files import Packed, Record, opened
-from depthgate.train.manifest import MANIFEST, PLAIN, SUFFIX, open_folder, step_of
 
 MAX_STEP = 10**15
 Groups = Mapping[str, Mapping[str, Tensor]]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.routing.causal import Threshold
 from depthgate.routing.losses import causal_bce
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
-from depthgate.routing.rules import Threshold
 
 
 class _WithLoss(torch.autograd.Function):

@@ -10,13 +10,13 @@ from io import TextIOWrapper
 
 import torch
 
+from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.generation.config import GenerateConfig
 from depthgate.generation.engine import Event, Forward, decode, journey
-from depthgate.generation.requests import Generation, requests
-from depthgate.generation.text import TextStream
+from depthgate.generation.prompts import Generation, requests
+from depthgate.generation.stream_text import TextStream
 from depthgate.loading import LoadedDecoder, load
-from depthgate.train.loop import resolve_device
 
 
 def run(config: GenerateConfig, as_json: bool) -> int:

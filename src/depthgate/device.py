@@ -1,4 +1,4 @@
-"""How benchmarks measure: FLOPs counted as they run, times interleaved, and the machine they ran on."""
+"""Devices: which one to use, what the machine is, how many FLOPs a call takes, and how long."""
 
 import os
 import platform
@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from depthgate.errors import InvalidValueError
+
 _Shape = tuple[int, ...]
+
+
+def resolve_device(device: str) -> str:
+    """Turn "auto" into cuda or cpu, and refuse cuda where there is none."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise InvalidValueError("device is 'cuda', but no CUDA device is available: use --device cpu")
+    return ("cuda" if available else "cpu") if device == "auto" else device
 
 
 def _attention_forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
@@ -113,7 +123,7 @@ def _cpu_name() -> str:
 
 def _commit() -> str | None:
     """The commit of this source tree, "-dirty" where files differ from it; None for an installed package."""
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parent
     try:
         # Only where git tracks this package: a virtual environment may lie inside somebody else's repository.
         subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], cwd=here, check=True, capture_output=True)

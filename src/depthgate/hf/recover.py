@@ -8,18 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate.bench.measure import count_flops
+from depthgate.data.batches import Rows
+from depthgate.device import count_flops
 from depthgate.errors import DepthgateError
+from depthgate.hf.adapter import Language, cast, dense_of
 from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.config import FinetuneConfig
-from depthgate.hf.conversion import set_capacity
+from depthgate.hf.convert import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
-from depthgate.hf.language import Language, cast, dense_of
 from depthgate.ops.distill import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing import Slots, Threshold, routed_share
-from depthgate.train.batches import Rows
 from depthgate.train.progress import matmul_rate
 
 _DECAY = 0.9  # of moving thresholds

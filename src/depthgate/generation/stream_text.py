@@ -3,8 +3,8 @@
 import codecs
 from collections.abc import Sequence
 
+from depthgate.data.tokenizer import ByteTokenizer, HFTokenizer, TextTokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.train.tokenizer import ByteTokenizer, HFTokenizer, TextTokenizer
 
 
 class TextStream:

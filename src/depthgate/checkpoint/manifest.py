@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint.files import Packed, Record, damaged, opened
 from depthgate.errors import DepthgateError
-from depthgate.train import files
-from depthgate.train.files import Packed, Record, damaged, opened
 
 VERSION = 1
 _FORMAT = "depthgate checkpoint"

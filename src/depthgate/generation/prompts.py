@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError
 from depthgate.model import Decoder
-from depthgate.train.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int] | Tensor
 

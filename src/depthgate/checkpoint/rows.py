@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint.files import Entry, Packed, Reader, Record, damaged, opened
+from depthgate.checkpoint.manifest import SUFFIX, TENSORS
 from depthgate.errors import DepthgateError
-from depthgate.train import files
-from depthgate.train.files import Entry, Packed, Reader, Record, damaged, opened
-from depthgate.train.manifest import SUFFIX, TENSORS
 
 PLACES = "DCP_SHARDING_INFO"
 OFFSETS = "saved_offsets"

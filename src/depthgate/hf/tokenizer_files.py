@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError
 from depthgate.hf.code import check_tokenizer
-from depthgate.hf.source import gguf_of, why
-from depthgate.train.tokenizer import MOST_IDS, read_tokenizer
+from depthgate.hf.folder import gguf_of, why
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "vocab.*", "tekken.json", "*.tiktoken")
 _FILES = (

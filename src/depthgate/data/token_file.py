@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from depthgate.data.sources import describe, documents, fingerprint
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_probability
-from depthgate.train.text import describe, documents, fingerprint
-from depthgate.train.tokenizer import TextTokenizer
 
 VERSION = 1
 _MAGIC = b"DGTOKENS"

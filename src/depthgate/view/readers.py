@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from depthgate.config import EvalConfig
+from depthgate.data.batches import windows
+from depthgate.data.tokenizer import HFTokenizer
 from depthgate.errors import DepthgateError
-from depthgate.hf.beside import load_tokenizer
 from depthgate.hf.code import is_model
-from depthgate.hf.conversion import routed_layers
-from depthgate.hf.source import load as load_hf
+from depthgate.hf.convert import routed_layers
+from depthgate.hf.folder import load as load_hf
+from depthgate.hf.tokenizer_files import load_tokenizer
 from depthgate.loading import LoadedDecoder, load
 from depthgate.routing import Plans
-from depthgate.train.batches import windows
 from depthgate.train.evaluate import documents_of
-from depthgate.train.routes import token_text
-from depthgate.train.tokenizer import HFTokenizer
+from depthgate.view.heldout import token_text
 
 _HF_WINDOW = 1024  # tokens read at once: the logits of a large vocabulary have to fit
 

@@ -30,12 +30,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from depthgate.checkpoint import files, manifest
+from depthgate.checkpoint import rows as pieces
+from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint.files import Record, opened
+from depthgate.checkpoint.rows import Whole
+from depthgate.checkpoint.store import Checkpoint, Groups, Plain
 from depthgate.errors import DepthgateError, DepthgateWarning
-from depthgate.train import checkpoint, files, manifest, pieces
-from depthgate.train.checkpoint import Checkpoint, Groups, Plain
-from depthgate.train.files import Record, opened
 from depthgate.train.parallel import World
-from depthgate.train.pieces import Whole
 
 T = TypeVar("T")
 

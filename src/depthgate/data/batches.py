@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from depthgate.data.token_file import Documents, mix, take
 from depthgate.errors import DepthgateError, InvalidValueError, check_count, check_divides
-from depthgate.train.shards import Documents, mix, take
 
 _SERIAL = 2**15  # tokens handled at once, so that torch does it in one thread: see `take`
 _ROUNDS = 8  # of the Feistel network: with 4, neighbours stay neighbours twice as often as by chance

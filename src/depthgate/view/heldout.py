@@ -2,11 +2,11 @@
 
 import torch
 
+from depthgate.data.batches import Rows, windows
+from depthgate.data.token_file import Documents
+from depthgate.data.tokenizer import END
 from depthgate.loading import LoadedDecoder
 from depthgate.routing import Slots
-from depthgate.train.batches import Rows, windows
-from depthgate.train.shards import Documents
-from depthgate.train.tokenizer import END
 
 PICTURED = 768  # tokens of a coloured text
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthgate.checkpoint import files
+from depthgate.checkpoint import store as checkpoint
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
-from depthgate.train import checkpoint, files
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"
 # What may differ when a run goes on: how long, where and how it is computed, not what.

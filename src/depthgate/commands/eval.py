@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from depthgate.bench.measure import count_flops
 from depthgate.config import EvalConfig
+from depthgate.data.batches import validation_rows
+from depthgate.data.token_file import Documents
+from depthgate.device import count_flops, resolve_device
 from depthgate.errors import InvalidValueError
 from depthgate.loading import load
-from depthgate.train.batches import validation_rows
 from depthgate.train.evaluate import Measured, documents_of, measure
-from depthgate.train.loop import resolve_device
-from depthgate.train.shards import Documents
 
 _COUNTED = 8  # windows whose FLOPs are counted
 _SEQ = 1024
@@ -30,9 +29,9 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 
 def open_model(config: EvalConfig) -> Measured:
     """The model that a folder holds, whoever wrote it."""
-    from depthgate.hf import language
+    from depthgate.hf import adapter as language
     from depthgate.hf.code import is_model
-    from depthgate.hf.source import load as load_model
+    from depthgate.hf.folder import load as load_model
 
     folder, device = Path(config.model), resolve_device(config.device)
     if not is_model(folder):

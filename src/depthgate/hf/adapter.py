@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.data.tokenizer import HFTokenizer, read_tokenizer
 from depthgate.errors import DepthgateError
-from depthgate.hf.beside import load_tokenizer
 from depthgate.hf.code import check_config
-from depthgate.hf.conversion import routed_layers
+from depthgate.hf.convert import routed_layers
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.source import load
+from depthgate.hf.folder import load
+from depthgate.hf.tokenizer_files import load_tokenizer
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing.plan import Slots
-from depthgate.train.tokenizer import HFTokenizer, read_tokenizer
 
 
 class ModelTokenizer(HFTokenizer):

@@ -11,7 +11,7 @@ def run(config: ViewConfig, as_json: bool) -> None:
     if isinstance(sys.stdout, TextIOWrapper):  # a text may hold what a terminal cannot show, a path any bytes
         sys.stdout.reconfigure(errors="replace" if config.terminal else "surrogateescape")
     if config.model is not None:
-        from depthgate.showing.models import show
+        from depthgate.view.models import show
     else:
-        from depthgate.showing.runs import show
+        from depthgate.view.compare_runs import show
     show(config, as_json)

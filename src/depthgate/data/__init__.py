@@ -1,0 +1,1 @@
+"""From text to batches: sources, tokenizers, files of tokens, packed rows."""
