@@ -1,48 +1,102 @@
-"""Where pages and pictures go: checked before any work is done, and written whole or not at all."""
+"""Files and folders that are written whole or not at all: under a temporary name, to the disk, then renamed."""
 
+import json
 import os
-from collections.abc import Sequence
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 from depthgate.errors import DepthgateError
 
 
+def replace(path: Path, content: str | bytes) -> None:
+    """Put a file in place of what was there, at once."""
+    with writing(path) as file:
+        file.write(content.encode(errors="replace") if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Put plain data in place of what was there, at once."""
+    replace(path, json.dumps(value, indent=1))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write to, which takes the place of `path` when the block ends without an error."""
+    part = _part(path.parent, path.name)
+    try:
+        with part.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder(target: Path, last: str | None = None) -> Iterator[Path]:
+    """A new folder to fill, which becomes `target` when the block ends without an error.
+
+    With `last`, `target` is a folder that exists: the files move into it one by one, the one named `last` at the end.
+    """
+    part = _part(target.parent if last is None else target, target.name)
+    try:
+        part.mkdir(parents=True)
+        yield part
+        for name in os.listdir(part):
+            sync(part / name)
+        sync(part)
+        for name in sorted(os.listdir(part), key=lambda name: (name == last, name)) if last is not None else ():
+            os.replace(part / name, target / name)
+        if last is None:
+            os.rename(part, target)
+        sync(part.parent)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _part(parent: Path, name: str) -> Path:
+    return parent / f".{name[:200]}.{secrets.token_hex(4)}.part"
+
+
 def check_outs(paths: Sequence[str | None]) -> list[Path]:
-    """The files that are named, if they may be some and none is named twice."""
+    """The files that a user has named for output; an error where one cannot be written, or is named twice."""
     outs = [check_out(Path(path)) for path in paths if path is not None]
     if len({os.path.realpath(out) for out in outs}) < len(outs):
-        raise DepthgateError("two outputs have one name: give each a file of its own")
+        raise DepthgateError("two outputs have the same name: give each a file of its own")
     return outs
 
 
 def check_out(path: Path) -> Path:
-    """The file, if it may be one."""
-    real = Path(os.path.realpath(path))  # a link stays, and what it names is written
+    """A file that a user has named for output, checked before any work is done."""
+    real = Path(os.path.realpath(path))  # a link stays, and the file that it points to is written
     if path.is_dir() or not real.parent.is_dir():
         raise DepthgateError(f"out is {path}: name a file in a folder that exists")
-    # A page takes the place of what was there: a device or a pipe would be gone, and so would a stream of the system.
+    # Replacing a device, a pipe or a stream of the system (/dev/stdout) would remove it.
     stream = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
     if stream or (path.exists() and not path.is_file()):
-        raise DepthgateError(f"out is {path}: it is no regular file, name another")
+        raise DepthgateError(f"out is {path}: it is not a regular file, name another")
     if not os.access(real.parent, os.W_OK) or (real.exists() and not os.access(real, os.W_OK)):
         raise DepthgateError(f"cannot write {path} (Permission denied): name another file")
     return path
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """What `replace` does, for a file that the user has named."""
+    """Put a file that a user has named in place of what was there, at once."""
     try:
         replace(Path(os.path.realpath(check_out(path))), content)
     except OSError as error:
         raise DepthgateError(f"cannot write {path} ({error.strerror}): name another file") from None
-
-
-def replace(path: Path, content: str | bytes) -> None:
-    """Put a file in place of what was there, at once."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        part.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
-        os.replace(part, path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise

@@ -112,9 +112,9 @@ def test_links_are_written_through_and_devices_are_left_alone(run, tmp_path, cap
     for odd in ("pipe", "/dev/null", "zero", "/dev/stdout", "/proc/self/fd/1"):
         for option in ("--out", "--png", "--svg"):
             assert view(run, option, odd) == 2
-            assert f"out is {odd}: it is no regular file" in capfd.readouterr().err
+            assert f"out is {odd}: it is not a regular file" in capfd.readouterr().err
     assert view(run, "--png", "a", "--svg", "./a") == 2
-    assert "two outputs have one name" in capfd.readouterr().err
+    assert "two outputs have the same name" in capfd.readouterr().err
     assert (tmp_path / "pipe").is_fifo()
     assert Path("/dev/null").is_char_device()
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "link.html", "pipe", "zero"}
