@@ -19,48 +19,13 @@ from depthgate.bench.config import BenchGenerateConfig, BenchLayersConfig, Bench
 from depthgate.config import EvalConfig, PresetsConfig, TrainConfig, build
 from depthgate.console import guarded, silence
 from depthgate.demo.config import DemoConfig
-from depthgate.errors import DepthgateError, InvalidValueError, check_count
+from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
 from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 from depthgate.view.config import ViewConfig
-
-
-class _Terminated(BaseException):
-    """SIGTERM, while there is nothing to save yet."""
-
-
-def _train(config: TrainConfig, as_json: bool, resume: bool) -> int:
-    def stop(*_: object) -> NoReturn:
-        raise _Terminated
-
-    _check_fits(config)
-    before = None
-    with suppress(ValueError):  # only the main thread may; while it trains, the loop has handlers of its own
-        before = signal.signal(signal.SIGTERM, stop)
-    try:
-        from depthgate.train.loop import train
-
-        code = train(config, resume)
-        if as_json and int(os.environ.get("RANK") or 0) == 0:  # the last row of metrics
-            print(Path(config.out, "metrics.jsonl").read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
-        return code
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _check_fits(config: TrainConfig) -> None:
-    """Refuse what no memory here could hold, before torch is loaded and anything is allocated."""
-    check_count(config.batch * config.model.context, "batch * model.context", maximum=2**28)
-    weights = parameters(config.model)
-    need = 4 * weights * (4 if config.device == "cpu" else 1)  # with their gradients and two moments, or alone
-    have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * int(os.environ.get("WORLD_SIZE") or 1)
-    if need > have:
-        sizes = f"{need / 2**30:,.0f} GiB of memory, and there are {have / 2**30:,.0f}"
-        raise InvalidValueError(f"a model of {weights:,} weights needs {sizes}: choose a smaller one")
 
 
 def _presets(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
@@ -83,7 +48,7 @@ def _late(module: str) -> Callable[..., int | None]:
 
 # verb -> (configuration, function); a verb of two words is typed as two (`depthgate bench layers`)
 _VERBS: dict[str, tuple[type[Any], Any]] = {
-    "train": (TrainConfig, _train),
+    "train": (TrainConfig, _late("depthgate.commands.train")),
     "eval": (EvalConfig, _late("depthgate.commands.eval")),
     "isoflop": (IsoflopConfig, _late("depthgate.isoflop.study")),
     "generate": (GenerateConfig, _late("depthgate.commands.generate")),
@@ -248,9 +213,6 @@ def _guarded(argv: Sequence[str] | None) -> int:
         except OSError as error:
             silence(sys.stdout)
             return _refuse(error)
-        except _Terminated:
-            print("depthgate: stopped before the first step; go on with --resume", file=sys.stderr)
-            return 0
         except KeyboardInterrupt:
             print("depthgate: interrupted", file=sys.stderr)
             return 130

@@ -1,20 +1,24 @@
-"""Devices: which one to use, what the machine is, how many FLOPs a call takes, and how long."""
+"""Devices: which one to use, the processes that share the work, the machine, FLOPs of a call and how long it takes."""
 
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from depthgate.errors import InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError
 
 _Shape = tuple[int, ...]
+T = TypeVar("T")
 
 
 def resolve_device(device: str) -> str:
@@ -23,6 +27,59 @@ def resolve_device(device: str) -> str:
     if device == "cuda" and not available:
         raise InvalidValueError("device is 'cuda', but no CUDA device is available: use --device cpu")
     return ("cuda" if available else "cpu") if device == "auto" else device
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together. Where it is alone, nothing here communicates."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Wait until every process is here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def any(self, flag: bool) -> bool:
+        """True in all processes if the flag is true in any."""
+        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0) if self.size > 1 else flag
+
+    def agree(self, work: Callable[[], T]) -> T:
+        """Do `work` in this process; if it fails in any process, it fails in all, for the same reason."""
+        if self.size == 1:
+            return work()
+        failed: Exception | None = None
+        try:
+            done = work()
+        except Exception as error:
+            failed = error
+        reasons: list[str | None] = [None] * self.size
+        dist.all_gather_object(reasons, None if failed is None else str(failed) or repr(failed))
+        if failed is not None and not isinstance(failed, DepthgateError):
+            raise failed
+        if reason := next(filter(None, reasons), None):
+            raise DepthgateError(reason) from failed
+        return done
+
+    def told(self, value: T) -> T:
+        """The first process's value."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values)
+        return values[0]
 
 
 def _attention_forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
@@ -55,6 +112,21 @@ def count_flops(fn: Callable[[], object]) -> int:
     with FlopCounterMode(display=False, custom_mapping=dict(_ATTENTION)) as counter:
         fn()
     return int(counter.get_total_flops())
+
+
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s that a large matrix product reaches here: what a model's utilisation is a share of."""
+    cuda = device.startswith("cuda")
+    n, turns = (8192, 10) if cuda else (768, 5)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(2 + turns):  # the first ones warm up
+        start = time.perf_counter()
+        a @ b
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return 2.0 * n**3 / min(seconds[2:])
 
 
 def interleaved(

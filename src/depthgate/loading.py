@@ -12,13 +12,13 @@ from torch import Tensor
 from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint.files import damaged
 from depthgate.checkpoint.manifest import MANIFEST
+from depthgate.checkpoint.store import TOKENIZER, check_fit
 from depthgate.config import ModelConfig
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters
 from depthgate.hf.code import is_model
 from depthgate.model import Decoder
-from depthgate.train.run_folder import TOKENIZER, check_fit
 
 _LATER = ("head_dim", "norm_eps")  # values of a model that runs of older versions do not name
 

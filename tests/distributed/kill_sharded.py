@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from depthgate.checkpoint import distributed as sharded
 from depthgate.checkpoint import store as checkpoint
-from depthgate.train.parallel import World
+from depthgate.device import World
 
 
 def write_for_ever(rank: int, meeting: Path, run: Path, attempt: int, out: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from depthgate.train.parallel import World
+from depthgate.device import World
 
 
 def spawn(processes: int, work: Callable, *args) -> None:

@@ -5,12 +5,13 @@ import torch
 
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
+from depthgate.device import World
 from depthgate.model import Decoder
 from depthgate.ops import reference
 from depthgate.ops.attention import packed_attention
 from depthgate.ops.select import choose, choose_by_sorting, top_k, top_of_documents
 from depthgate.train import optim
-from depthgate.train.parallel import World
+from depthgate.train.parallel import compile_parts
 from depthgate.train.step import Step
 from tests.conftest import close
 from tests.zoo import LAYERS, D, build, gradients, loss
@@ -138,7 +139,7 @@ def _steps(**options):
     world = World(device="cuda")
     model = Decoder(shape).cuda()
     if config.compile:
-        world.compile(model)
+        compile_parts(model, world)
     step = Step(model, optim.build(model, config, world), config, world)
     figures = []
     for seed in range(4):

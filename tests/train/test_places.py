@@ -10,8 +10,8 @@ import pytest
 
 import depthgate as dg
 from depthgate.checkpoint import store as checkpoint
+from depthgate.data.token_file import cache_folder
 from depthgate.errors import DepthgateError
-from depthgate.train import run_folder as run
 from tests.train import forks
 from tests.train.tiny import rows, same, train, words, write_data
 
@@ -224,9 +224,9 @@ def test_what_a_killed_process_left_is_ignored_and_cleared_away(tmp_path, data):
 
 
 def test_where_tokens_are_kept(tmp_path, monkeypatch):
-    assert run.cache() == tmp_path / "home" / ".cache" / "depthgate"
+    assert cache_folder() == tmp_path / "home" / ".cache" / "depthgate"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert run.cache() == tmp_path / "x" / "depthgate"
+    assert cache_folder() == tmp_path / "x" / "depthgate"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
 
     def homeless():
@@ -234,4 +234,4 @@ def test_where_tokens_are_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(DepthgateError, match="set HOME or XDG_CACHE_HOME"):
-        run.cache()
+        cache_folder()

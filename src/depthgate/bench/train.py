@@ -23,14 +23,13 @@ from depthgate.bench.config import BenchTrainConfig
 from depthgate.bench.llama import LlamaStep, check_transformers
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
-from depthgate.device import machine
+from depthgate.device import World, machine, matmul_rate
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters, training_flops
 from depthgate.layers import Attention
 from depthgate.model import Decoder
 from depthgate.train import optim
-from depthgate.train.parallel import World
-from depthgate.train.progress import matmul_rate
+from depthgate.train.parallel import compile_parts
 from depthgate.train.step import Figures, Step
 
 _LLAMA = "Llama, transformers"
@@ -99,7 +98,7 @@ def _step(training: TrainConfig) -> Step:
     torch.manual_seed(training.seed)
     model = Decoder(training.model).to(world.device)
     if training.compile:
-        world.compile(model)
+        compile_parts(model, world)
     optimizers = optim.build(model, training, world)
     optim.set_rate(optimizers, 1e-4)
     return Step(model, optimizers, training, world)

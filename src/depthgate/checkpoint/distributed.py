@@ -36,8 +36,8 @@ from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint.files import Record, opened
 from depthgate.checkpoint.rows import Whole
 from depthgate.checkpoint.store import Checkpoint, Groups, Plain
+from depthgate.device import World
 from depthgate.errors import DepthgateError, DepthgateWarning
-from depthgate.train.parallel import World
 
 T = TypeVar("T")
 

@@ -28,6 +28,7 @@ from depthgate.checkpoint.files import Packed, Record, opened
 from depthgate.checkpoint.manifest import MANIFEST, PLAIN, SUFFIX, open_folder, step_of
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
 
+CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"  # in the folder of a run
 MAX_STEP = 10**15
 Groups = Mapping[str, Mapping[str, Tensor]]
 Plain = Mapping[str, Any]
@@ -183,6 +184,20 @@ def read_plain(fd: int, folder: Path, records: Mapping[str, Record]) -> tuple[di
             found.append(files.from_json(file.take(file.left), folder / name))
             file.finish(records[name].sha256)
     return found[0], found[1]
+
+
+def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
+    """Tensors must have the names, shapes and dtypes of those they replace, and be finite."""
+    if odd := sorted(found.keys() ^ wanted.keys()):
+        what = "lacks" if odd[0] in wanted else "has the unknown"
+        raise files.damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
+    for name, tensor in found.items():
+        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype):
+            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            raise files.damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
+        own = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a split tensor, this process's rows
+        if own.is_floating_point() and not own.isfinite().all():
+            raise files.damaged(path, f"has numbers in {name} that are not finite")
 
 
 @contextmanager

@@ -183,6 +183,14 @@ def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
     )
 
 
+def cache_folder() -> Path:
+    """The folder of token files: depthgate in $XDG_CACHE_HOME, or in .cache of the home folder."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthgate"
+    except RuntimeError:
+        raise DepthgateError("there is no home folder to keep token files in: set HOME or XDG_CACHE_HOME") from None
+
+
 def tokenize(data: str, tokenizer: TextTokenizer, cache_dir: str | Path, verify: bool | None = None) -> TokenFile:
     """The token file of all of `data`, from the cache if it is there and whole."""
     key = hashlib.sha256(f"{VERSION} {fingerprint(data)} {tokenizer.fingerprint()}".encode()).hexdigest()

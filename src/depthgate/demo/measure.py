@@ -5,9 +5,8 @@ import math
 import torch
 
 from depthgate.config import TrainConfig
-from depthgate.data.token_file import Documents, prepare
+from depthgate.data.token_file import Documents, cache_folder, prepare
 from depthgate.loading import LoadedDecoder
-from depthgate.train.run_folder import cache
 
 PROMPT = "def "
 SAMPLED = 300  # tokens; a token is a byte here
@@ -17,7 +16,7 @@ MEASURED = 2**15  # most held-out tokens that the loss is measured on
 
 def held_out(config: TrainConfig, model: LoadedDecoder) -> Documents:
     """The documents that a run did not train on."""
-    return prepare(config.data, model.tokenizer, cache()).validation
+    return prepare(config.data, model.tokenizer, cache_folder()).validation
 
 
 @torch.no_grad()

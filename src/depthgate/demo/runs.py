@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint.store import METRICS
 from depthgate.config import TrainConfig
 from depthgate.demo.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.presets import train_config
 from depthgate.train import loop
-from depthgate.train.run_folder import METRICS
 
 MOD, DENSE = "tiny-mod", "tiny-dense"
 TOLERANCE = 0.01  # largest difference of the two runs' FLOPs

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from depthgate.checkpoint import store as checkpoint
 from depthgate.data.batches import Packed, batches
-from depthgate.data.token_file import everything, tokenize
+from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.adapter import Language, tokenizer_of
@@ -56,10 +56,10 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     with runs.opened(config, resume, ASKED) as folder:
         tokenizer = tokenizer_of(source)
         language = Language(model, tokenizer, config.seq)
-        packed = Packed(everything(tokenize(config.data, tokenizer, runs.cache())), config.seq, config.seed)
+        packed = Packed(everything(tokenize(config.data, tokenizer, cache_folder())), config.seq, config.seed)
         code = _Finetuning(config, folder, build(language, config, device), packed).run(resume)
     if as_json:  # the last row of metrics
-        print((folder / runs.METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
+        print((folder / checkpoint.METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
     return code
 
 

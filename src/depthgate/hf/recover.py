@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.data.batches import Rows
-from depthgate.device import count_flops
+from depthgate.device import count_flops, matmul_rate
 from depthgate.errors import DepthgateError
 from depthgate.hf.adapter import Language, cast, dense_of
 from depthgate.hf.calibrate import scaled, unscaled
@@ -20,7 +20,6 @@ from depthgate.hf.families import FAMILIES, PREFIX
 from depthgate.ops.distill import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing import Slots, Threshold, routed_share
-from depthgate.train.progress import matmul_rate
 
 _DECAY = 0.9  # of moving thresholds
 

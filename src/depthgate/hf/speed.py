@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgate.data.token_file import everything, tokenize
+from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.hf.adapter import Language, cast, compute_dtype, tokenizer_of
 from depthgate.hf.config import BenchHFConfig
 from depthgate.hf.folder import load
-from depthgate.train.run_folder import cache
 
 _CHECKED = 12  # tokens of a continuation
 _READ = 24  # tokens before it
@@ -51,7 +50,7 @@ def speeds(folder: str, config: BenchHFConfig, device: str) -> list[dict[str, An
     model, tokenizer = load(Path(folder)), tokenizer_of(Path(folder))
     Language(model, tokenizer, config.context + config.new_tokens)  # refuses what does not fit
     dtype = compute_dtype(config.dtype, device, model)
-    documents = everything(tokenize(config.data, tokenizer, cache()))
+    documents = everything(tokenize(config.data, tokenizer, cache_folder()))
     largest = max(config.batch_sizes)
     if len(documents) < config.context:
         raise DepthgateError(f"the text has {len(documents)} tokens, and {config.context} are read: give a longer one")

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 
+from depthgate.checkpoint.store import METRICS
 from depthgate.config import ModelConfig
-from depthgate.data.token_file import prepare
+from depthgate.data.token_file import cache_folder, prepare
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import forward_flops
@@ -25,7 +26,7 @@ from depthgate.isoflop.grid import Cell, described
 from depthgate.loading import load
 from depthgate.train import loop
 from depthgate.train.evaluate import measure
-from depthgate.train.run_folder import METRICS, cache, write_json
+from depthgate.train.run_folder import write_json
 
 RESULT = "result.json"
 
@@ -93,7 +94,7 @@ def _trained(cell: Cell, measured: int) -> dict[str, Any]:
             raise KeyboardInterrupt from None  # somebody asked the process to stop
         model = load(last_step)
     model = model.to(resolve_device(training.device))
-    shards = prepare(training.data, model.tokenizer, cache(), training.validation)
+    shards = prepare(training.data, model.tokenizer, cache_folder(), training.validation)
     figures = measure(model, shards.validation, training.batch, measured)
     about = machine(training.device)
     last = json.loads((folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgate.data.token_file import prepare
+from depthgate.checkpoint.store import CONFIG
+from depthgate.data.token_file import cache_folder, prepare
 from depthgate.errors import DepthgateError
 from depthgate.loading import load
-from depthgate.train.run_folder import CONFIG, cache
 from depthgate.view import page as pages
 from depthgate.view.heldout import piece, routed, routed_layers
 from depthgate.view.page import Html
@@ -21,7 +21,7 @@ def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:
     try:
         model = load(folder)
         asked = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        documents = prepare(asked["data"], model.tokenizer, cache(), asked["validation"]).validation
+        documents = prepare(asked["data"], model.tokenizer, cache_folder(), asked["validation"]).validation
     except (DepthgateError, OSError, ValueError, KeyError):
         return None  # its checkpoints may have been deleted: the figures are what matters
     layers = routed_layers(model)

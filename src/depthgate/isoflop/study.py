@@ -9,7 +9,7 @@ from typing import Any
 
 from depthgate.data import sources as text
 from depthgate.data.batches import Packed
-from depthgate.data.token_file import prepare
+from depthgate.data.token_file import cache_folder, prepare
 from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
@@ -24,7 +24,7 @@ from depthgate.isoflop.more import more_cells
 from depthgate.isoflop.progress import Progress, short
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.report import print_grid, write
-from depthgate.train.run_folder import cache, write_json
+from depthgate.train.run_folder import write_json
 
 RATES, TOKENIZER, SWEEP = "rates.json", "tokenizer", "sweep"
 _ATTEMPTS = 2
@@ -137,7 +137,7 @@ class Study:
             tokenizer = load_tokenizer(folder)
         else:
             tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else HFTokenizer.from_folder(config.tokenizer)
-        shards = prepare(config.data, tokenizer, cache(), config.validation)
+        shards = prepare(config.data, tokenizer, cache_folder(), config.validation)
         Packed(shards.train, config.tokens_in_sequence)  # an error where the text is too short
 
     def _sweep(self) -> None:

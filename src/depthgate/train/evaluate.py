@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from depthgate.checkpoint.manifest import MANIFEST
+from depthgate.checkpoint.store import CONFIG
 from depthgate.config import EvalConfig
 from depthgate.data.batches import validation_rows
-from depthgate.data.token_file import Documents, everything, prepare, tokenize
+from depthgate.data.token_file import Documents, cache_folder, everything, prepare, tokenize
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Plan, Slots
-from depthgate.train.run_folder import CONFIG, cache
 
 
 class Measured(Protocol):
@@ -40,7 +40,7 @@ def documents_of(config: EvalConfig, model: Measured) -> Documents:
     """The text; `heldout` is what the run kept from its training."""
     assert config.data is not None
     if config.data != "heldout":
-        return everything(tokenize(config.data, model.tokenizer, cache()))
+        return everything(tokenize(config.data, model.tokenizer, cache_folder()))
     folder = Path(config.model)
     home = folder.parent if (folder / MANIFEST).exists() else folder
     try:
@@ -50,7 +50,7 @@ def documents_of(config: EvalConfig, model: Measured) -> Documents:
         raise DepthgateError(
             f"{home / CONFIG} does not say what the run was trained on ({error}): name a text"
         ) from None
-    return prepare(data, model.tokenizer, cache(), validation).validation
+    return prepare(data, model.tokenizer, cache_folder(), validation).validation
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from depthgate.checkpoint import store as checkpoint
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.data import sources as text
 from depthgate.data.batches import Packed, batches
-from depthgate.data.token_file import prepare, tokenize
+from depthgate.data.token_file import cache_folder, prepare, tokenize
 from depthgate.data.tokenizer import (
     BPETokenizer,
     ByteTokenizer,
@@ -29,15 +29,15 @@ from depthgate.data.tokenizer import (
     folder_hash,
     load_tokenizer,
 )
-from depthgate.device import resolve_device
+from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.model import Decoder
 from depthgate.presets import preset
 from depthgate.train import optim
 from depthgate.train import run_folder as run
-from depthgate.train.parallel import World, joined, like
-from depthgate.train.progress import matmul_rate, progress_line, tracker
+from depthgate.train.parallel import compile_parts, joined, like, shard
+from depthgate.train.progress import progress_line, tracker
 from depthgate.train.signals import stop_signals
 from depthgate.train.step import Figures, Step
 
@@ -49,7 +49,7 @@ def train(config: TrainConfig, resume: bool) -> int:
         _prepared(world, config, resume) as (folder, tokenizer),
     ):
         config = _with_vocab(config, tokenizer)
-        shards = prepare(config.data, tokenizer, run.cache(), config.validation)
+        shards = prepare(config.data, tokenizer, cache_folder(), config.validation)
         packed = Packed(shards.train, config.model.context, config.seed, config.max_documents)
         return _Training(config, folder, world, packed).run(resume)
 
@@ -59,18 +59,18 @@ def _prepared(world: World, config: TrainConfig, resume: bool) -> Iterator[tuple
     """The run's folder and tokenizer. The first process opens and prepares; the others find it done."""
     if not world.first:
         world.wait()
-        yield Path(config.out), load_tokenizer(Path(config.out) / run.TOKENIZER)
+        yield Path(config.out), load_tokenizer(Path(config.out) / checkpoint.TOKENIZER)
         return
     with run.opened(config, resume) as folder:
         tokenizer = _tokenizer(config, folder)
-        tokenize(config.data, tokenizer, run.cache())
+        tokenize(config.data, tokenizer, cache_folder())
         world.wait()
         yield folder, tokenizer
 
 
 def _tokenizer(config: TrainConfig, folder: Path) -> TextTokenizer:
     """The run's own tokenizer, made on its first start."""
-    saved = folder / run.TOKENIZER
+    saved = folder / checkpoint.TOKENIZER
     if (saved / "tokenizer.json").exists():  # written last: a kill may leave the folder without it
         return load_tokenizer(saved)
     tokenizer: TextTokenizer
@@ -114,8 +114,8 @@ class _Training:
         torch.manual_seed(config.seed)
         self.model = Decoder(config.model).to(world.device)
         if config.compile:
-            world.compile(self.model)
-        world.shard(self.model)
+            compile_parts(self.model, world)
+        shard(self.model, world)
         self.optimizers = optim.build(self.model, config, world)
         self.step = Step(self.model, self.optimizers, replace(config, max_documents=_documents(packed)), world)
         self.restored: int | None = None  # the step that a resume went on from
@@ -124,7 +124,7 @@ class _Training:
         dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.peak = matmul_rate(world.device, dtype) * world.size
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
-        self.state |= {"data": packed.documents.fingerprint(), "tokenizer": folder_hash(folder / run.TOKENIZER)}
+        self.state |= {"data": packed.documents.fingerprint(), "tokenizer": folder_hash(folder / checkpoint.TOKENIZER)}
 
     def run(self, resume: bool) -> int:
         if resume and checkpoint.steps(self.folder):

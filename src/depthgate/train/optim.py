@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.config import TrainConfig
+from depthgate.device import World
 from depthgate.errors import DepthgateError
-from depthgate.train.parallel import World, like
+from depthgate.train.parallel import like
 
 _BETAS = (0.9, 0.95)
 

@@ -6,11 +6,9 @@ all together (see `sharded`), and any number of processes can go on with them.
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,92 +17,40 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from depthgate.errors import DepthgateError
+from depthgate.device import World
 from depthgate.model import Decoder
 from depthgate.routing import Threshold, TopTokens
 
-T = TypeVar("T")
+
+def compile_parts(model: Decoder, world: World) -> None:
+    """Compile the model's parts; whole layers where they are to be sharded, whose hooks stand around them."""
+    if world.size == 1:
+        model.compile_parts()
+        return
+    for layer in model.layers:
+        layer.compile()
 
 
-@dataclass(frozen=True)
-class World:
-    """This process among all: one alone does nothing here."""
+def shard(model: Decoder, world: World) -> None:
+    """Split every layer's weights, and the rest, among the processes."""
+    if world.size == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, TopTokens):
+            module.fewest_slots = 1
+    mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    register_fsdp_forward_method(model, "loss")
 
-    rank: int = 0
-    size: int = 1
-    device: str = "cpu"
 
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def wait(self) -> None:
-        """Until every process is here."""
-        if self.size > 1:
-            dist.barrier()
-
-    def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes."""
-        if self.size > 1:
-            value = value.clone()
-            dist.all_reduce(value)
-        return value
-
-    def any(self, flag: bool) -> bool:
-        """Whether any process says so."""
-        return bool(self.sum(torch.tensor(float(flag), device=self.device)) > 0) if self.size > 1 else flag
-
-    def agree(self, work: Callable[[], T]) -> T:
-        """What `work` gives in this process; if it fails in any process, it fails in all, for the same reason."""
-        if self.size == 1:
-            return work()
-        failed: Exception | None = None
-        try:
-            done = work()
-        except Exception as error:
-            failed = error
-        reasons: list[str | None] = [None] * self.size
-        dist.all_gather_object(reasons, None if failed is None else str(failed) or repr(failed))
-        if failed is not None and not isinstance(failed, DepthgateError):
-            raise failed
-        if reason := next(filter(None, reasons), None):
-            raise DepthgateError(reason) from failed
-        return done
-
-    def told(self, value: T) -> T:
-        """The first process's value."""
-        values = [value]
-        if self.size > 1:
-            dist.broadcast_object_list(values)
-        return values[0]
-
-    def compile(self, model: Decoder) -> None:
-        """Compile the model's parts; whole layers where they are to be sharded, whose hooks stand around them."""
-        if self.size == 1:
-            model.compile_parts()
-            return
-        for layer in model.layers:
-            layer.compile()
-
-    def shard(self, model: Decoder) -> None:
-        """Split every layer's weights, and the rest, among the processes."""
-        if self.size == 1:
-            return
+def average_thresholds(model: Decoder, world: World) -> None:
+    """Make the thresholds of all processes one: the mean of those that each moved by its own rows."""
+    if world.size > 1:
         for module in model.modules():
-            if isinstance(module, TopTokens):
-                module.fewest_slots = 1
-        mesh = init_device_mesh(self.device.split(":")[0], (self.size,))
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        register_fsdp_forward_method(model, "loss")
-
-    def average_thresholds(self, model: Decoder) -> None:
-        """One threshold for all: the mean of those that each process moved by its own rows."""
-        if self.size > 1:
-            for module in model.modules():
-                if isinstance(module, Threshold):
-                    module.average.copy_(self.sum(module.average) / self.size)
+            if isinstance(module, Threshold):
+                module.average.copy_(world.sum(module.average) / world.size)
 
 
 @contextmanager

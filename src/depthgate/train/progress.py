@@ -7,28 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from depthgate.errors import DepthgateError
 
 _SECONDS = 10  # between lines in a pipe
 Row = dict[str, Any]
 Show = Callable[[Row], None]
-
-
-def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s that a large matrix product reaches here: what a model's utilisation is a share of."""
-    cuda = device.startswith("cuda")
-    n, turns = (8192, 10) if cuda else (768, 5)
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(2 + turns):  # the first ones warm up
-        start = time.perf_counter()
-        a @ b
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2.0 * n**3 / min(seconds[2:])
 
 
 @contextmanager

@@ -16,22 +16,14 @@ from torch import Tensor, nn
 
 from depthgate.checkpoint import files
 from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint.store import CONFIG, METRICS, TOKENIZER
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 
-CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"
 # What may differ when a run goes on: how long, where and how it is computed, not what.
 _FREE = (
     *("steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps"),
     "data",  # where it is: what is in it is known by its fingerprint
 )
-
-
-def cache() -> Path:
-    """Where token files are kept: depthgate in $XDG_CACHE_HOME, or in .cache of the home folder."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "depthgate"
-    except RuntimeError:
-        raise DepthgateError("there is no home folder to keep token files in: set HOME or XDG_CACHE_HOME") from None
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -148,9 +140,9 @@ def check_found(
     check_state(found, new)
     if found.tensors.keys() != {"model", "optimizer", "rng"}:
         raise files.damaged(found.path, "does not hold a model, its optimizer and its random numbers")
-    check_fit(found.tensors["model"], model.state_dict() if held is None else held, found.path)
-    check_fit(found.tensors["optimizer"], _moments(found, model), found.path)
-    check_fit(found.tensors["rng"], {"cpu": torch.get_rng_state()}, found.path)
+    checkpoint.check_fit(found.tensors["model"], model.state_dict() if held is None else held, found.path)
+    checkpoint.check_fit(found.tensors["optimizer"], _moments(found, model), found.path)
+    checkpoint.check_fit(found.tensors["rng"], {"cpu": torch.get_rng_state()}, found.path)
     try:
         torch.Generator().set_state(found.tensors["rng"]["cpu"])
     except RuntimeError:
@@ -167,20 +159,6 @@ def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
         fits = fits and (not number or (math.isfinite(state[name]) and state[name] >= 0))
     if not fits:
         raise files.damaged(found.path / "state.json", "is not the state of a run")
-
-
-def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
-    """Tensors must have the names, shapes and dtypes of those they replace, and be finite."""
-    if odd := sorted(found.keys() ^ wanted.keys()):
-        what = "lacks" if odd[0] in wanted else "has the unknown"
-        raise files.damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
-    for name, tensor in found.items():
-        if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype):
-            kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            raise files.damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
-        own = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a split tensor, this process's rows
-        if own.is_floating_point() and not own.isfinite().all():
-            raise files.damaged(path, f"has numbers in {name} that are not finite")
 
 
 def _moments(found: checkpoint.Checkpoint, model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthgate.config import TrainConfig
 from depthgate.data.batches import Rows
+from depthgate.device import World
 from depthgate.layers import Attention
 from depthgate.model import Decoder
 from depthgate.routing import (
@@ -28,7 +29,7 @@ from depthgate.routing import (
     z_loss,
 )
 from depthgate.train import optim
-from depthgate.train.parallel import World, whole
+from depthgate.train.parallel import average_thresholds, whole
 
 _WARMUP = 2  # steps before a capture, in which libraries and the compiler set themselves up
 
@@ -145,7 +146,7 @@ class Step:
         before = [(rule.average.clone(), rule.weight.clone()) for rule in rules]
         for plans in seen:
             update_thresholds(self.model, plans)
-        self.world.average_thresholds(self.model)
+        average_thresholds(self.model, self.world)
         for rule, (average, weight) in zip(rules, before, strict=True):
             rule.average.copy_(torch.where(good, rule.average, average))
             rule.weight.copy_(torch.where(good, rule.weight, weight))
