@@ -22,11 +22,11 @@ from pathlib import Path
 
 import depthgate  # noqa: F401
 from depthgate.commands.eval import evaluate
-from depthgate.config import EvalConfig
+from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.hf import command, finetune, speed
-from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
+from depthgate.hf.config import BenchHFConfig
 
 _TRIAL = 12  # steps that say how long one takes; the first ones warm up
 
@@ -150,7 +150,7 @@ def main() -> None:
         raise DepthgateError(f"--set {sorted(unknown)}: no such option of finetune")
     try:
         capacities = [float(each) for each in options.capacities.split(",")]
-        replace(FinetuneConfig("model", options.data, "out"), **given)
+        replace(FinetuneConfig(model="model", data=options.data, out="out"), **given)
     except ValueError as error:  # DepthgateError is one
         raise DepthgateError(f"--capacities or --set: {error}") from None
     rows.begin(json.loads(json.dumps(vars(options) | {"set": given}, default=str)), machine(device))
@@ -180,7 +180,9 @@ def main() -> None:
             )
             quietly(command.run, asked, True)
         rows.get(f"{name}, converted", lambda folder=converted: measured(folder))
-        config = replace(FinetuneConfig(str(converted), options.data, str(after), device=device), **given)
+        config = replace(
+            FinetuneConfig(model=str(converted), data=options.data, out=str(after), device=device), **given
+        )
         if options.minutes is not None:
             found = rows.get(f"{name}, trial", lambda c=config: steps_for(c, options.minutes, options.out))
             config = replace(config, steps=found["steps"])

@@ -7,22 +7,32 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+import docstring_parser
 import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from depthgate._version import __version__
 from depthgate.bench.config import BenchGenerateConfig, BenchLayersConfig, BenchTrainConfig
-from depthgate.config import EvalConfig, PresetsConfig, TrainConfig, build
+from depthgate.config import (
+    ConvertConfig,
+    EvalConfig,
+    FinetuneConfig,
+    PresetsConfig,
+    RunConfig,
+    TrainConfig,
+    build,
+)
 from depthgate.console import guarded, silence
 from depthgate.demo.config import DemoConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.config import GenerateConfig
-from depthgate.hf.config import BenchHFConfig, ConvertConfig, FinetuneConfig
+from depthgate.hf.config import BenchHFConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import PRESETS, preset, train_config
 from depthgate.view.config import ViewConfig
@@ -62,7 +72,6 @@ _VERBS: dict[str, tuple[type[Any], Any]] = {
     "bench-hf": (BenchHFConfig, _late("depthgate.hf.speed")),
     "demo": (DemoConfig, _late("depthgate.demo.command")),
 }
-_RESUMED = (TrainConfig, FinetuneConfig)
 
 
 def _about(config: type[Any]) -> str:
@@ -81,21 +90,12 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
     parser = _Parser(description=_about(config), allow_abbrev=False)
     parser.add_argument("--config", action="config", help="yaml file with any of these options")
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
-    typed: dict[str, str] = {}  # options that are switches
-    if config is GenerateConfig:
-        typed = {"no_cache": "compute everything again for each token", "depth": "colour by depth"}
-        parser.add_argument("--prompt", action="append", help="text to continue; may be given several times")
-        parser.add_argument("--stop", action="append", help="text at which to end; may be given several times")
-    if config is IsoflopConfig:
-        typed = {"dry_run": "print the grid, and train nothing"}
-    if config is ViewConfig:
-        typed = {"terminal": "show it on the terminal", "watch": "serve the page of runs on this machine, follow them"}
-        parser.add_argument("runs", nargs="*", default=[], help="folders of runs, or one of a study")
-    for name, about in typed.items():
-        parser.add_argument(f"--{name}", action="store_true", help=about)
-    given = {GenerateConfig: {"prompt", "stop"}, ViewConfig: {"runs"}}.get(config, set())
-    parser.add_class_arguments(config, as_group=False, skip={*typed, *given})
-    if config in _RESUMED:
+    typed = {each.name: each.metadata["typed"] for each in fields(config) if "typed" in each.metadata}
+    about = {each.arg_name: each.description for each in docstring_parser.parse(config.__doc__ or "").params}
+    for name, how in typed.items():
+        parser.add_argument(name if "nargs" in how else f"--{name}", help=about[name], **how)
+    parser.add_class_arguments(config, as_group=False, skip=set(typed))
+    if issubclass(config, RunConfig):
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
     return parser
 
@@ -229,7 +229,7 @@ def _run(argv: Sequence[str]) -> int:
     options = _parse(argv)
     config_type, function = _VERBS[options.verb]
     options = options[options.verb]
-    extra = {"resume": options.resume} if config_type in _RESUMED else {}
+    extra = {"resume": options.resume} if issubclass(config_type, RunConfig) else {}
     code = function(build(config_type, options), options.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

@@ -27,37 +27,36 @@ def _number(value: Any) -> float:
         return math.nan
 
 
+def _show(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def check_number(value: Any, name: str, low: float, high: float, ends: str = "[]", note: str = "") -> float:
+    """A real number from `low` to `high`; `ends` says which of the two belong to the range, such as "(]"."""
+    number = _number(value)
+    inside = (number > low or (ends[0] == "[" and number == low)) and (
+        number < high or (ends[1] == "]" and number == high)
+    )
+    if not inside:
+        allowed = f"a number in {ends[0]}{low:g}, {high:g}{ends[1]}{note}"
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be {allowed}")
+    return number
+
+
 def check_capacity(value: Any, name: str = "capacity") -> float:
     """A share of tokens: a real number in (0, 1]."""
-    if not 0.0 < _number(value) <= 1.0:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in (0, 1], where 1 routes every token")
-    return float(value)
+    return check_number(value, name, 0, 1, "(]", ", where 1 routes every token")
 
 
 def check_probability(value: Any, name: str) -> float:
     """A dropout rate: a real number in [0, 1)."""
-    if not 0.0 <= _number(value) < 1.0:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in [0, 1)")
-    return float(value)
-
-
-def check_share(value: Any, name: str) -> float:
-    """A real number in [0, 1]."""
-    if not 0.0 <= _number(value) <= 1.0:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in [0, 1]")
-    return float(value)
+    return check_number(value, name, 0, 1, "[)")
 
 
 def check_positive(value: Any, name: str) -> float:
     """A finite real number above zero."""
-    if not 0.0 < _number(value) < math.inf:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be a finite number above 0")
-    return float(value)
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return check_number(value, name, 0, math.inf, "()")
 
 
 def check_count(value: Any, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:

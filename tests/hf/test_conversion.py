@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 import depthgate as dg
-from depthgate.hf.config import NEUTRAL_GATES
+from depthgate.config import NEUTRAL_GATES
 from depthgate.routing import GATES
 from tests.conftest import close
 from tests.hf.zoo import dense, plans_of, routed, tokens

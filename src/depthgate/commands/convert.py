@@ -8,10 +8,10 @@ import torch
 
 from depthgate.checkpoint.manifest import MANIFEST
 from depthgate.checkpoint.store import steps
+from depthgate.config import ConvertConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf import command
 from depthgate.hf.code import is_model
-from depthgate.hf.config import ConvertConfig
 from depthgate.hf.decoder import export
 from depthgate.loading import load
 

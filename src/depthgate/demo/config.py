@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from depthgate.errors import check_count
+from depthgate.options import Options, count
 
 
 @dataclass(frozen=True)
-class DemoConfig:
+class DemoConfig(Options):
     """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report.
 
     Args:
@@ -17,10 +17,6 @@ class DemoConfig:
     """
 
     out: str = "runs/demo"
-    steps: int = 250
+    steps: int = count(250)
     data: str = "stdlib"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_count(self.steps, "steps")
-        check_count(self.seed, "seed", minimum=0)
+    seed: int = count(0, minimum=0)

@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
 
-from depthgate.errors import InvalidValueError, check_choice, check_count, check_positive
+from depthgate.errors import InvalidValueError, check_count
+from depthgate.options import DEVICES, Options, choice, count, number, positive, repeatable, switch
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(Options):
     """How the next token is chosen. The filters work in this order, as Hugging Face's do.
 
     Args:
@@ -20,28 +19,11 @@ class Sampling:
         min_p: keep tokens of at least this share of the best one's probability
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (_real(self.temperature) and 0 <= self.temperature < math.inf):
-            raise InvalidValueError(
-                f"temperature is {self.temperature!r}: it must be a finite number from 0, where 0 takes the best token"
-            )
-        if self.top_k is not None:
-            check_count(self.top_k, "top_k")
-        if self.top_p is not None and not (_real(self.top_p) and 0 < self.top_p <= 1):
-            raise InvalidValueError(
-                f"top_p is {self.top_p!r}: it must be a number in (0, 1], where 1 keeps every token"
-            )
-        if self.min_p is not None and not (_real(self.min_p) and 0 <= self.min_p <= 1):
-            raise InvalidValueError(
-                f"min_p is {self.min_p!r}: it must be a number in [0, 1], where 0 keeps every token"
-            )
-        check_positive(self.repetition_penalty, "repetition_penalty")
+    temperature: float = number(1.0, 0, math.inf, "[)", ", where 0 takes the best token")
+    top_k: int | None = count(None)
+    top_p: float | None = number(None, 0, 1, "(]", ", where 1 keeps every token")
+    min_p: float | None = number(None, 0, 1, "[]", ", where 0 keeps every token")
+    repetition_penalty: float = positive(1.0)
 
     @property
     def greedy(self) -> bool:
@@ -57,12 +39,8 @@ class Sampling:
             )
 
 
-def _real(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(Options):
     """Continue a text, or several; without a prompt, line by line as you type.
 
     Args:
@@ -84,29 +62,25 @@ class GenerateConfig:
     """
 
     model: str
-    prompt: list[str] | None = None
-    max_new_tokens: int = 128
+    prompt: list[str] | None = repeatable()
+    max_new_tokens: int = count(128)
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float = 1.0
-    stop: list[str] | None = None
-    seed: int = 0
-    beams: int = 1
-    no_cache: bool = False
-    depth: bool = False
-    chunk: int = 512
-    device: str = "auto"
+    stop: list[str] | None = repeatable()
+    seed: int = count(0, minimum=0, maximum=2**63 - 1)
+    beams: int = count(1)
+    no_cache: bool = switch()
+    depth: bool = switch()
+    chunk: int = count(512)
+    device: str = choice("auto", DEVICES)
 
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "beams", "chunk"):
-            check_count(getattr(self, name), name)
-        check_count(self.seed, "seed", minimum=0, maximum=2**63 - 1)
-        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+    def check_together(self) -> None:
         for name in ("prompt", "stop"):
             if any(not isinstance(text, str) or not text for text in getattr(self, name) or []):
-                raise InvalidValueError(f"a {name} is empty, or no text: give some, or leave it out")
+                raise InvalidValueError(f"a {name} is empty, or not text: give some, or leave it out")
         self.sampling.check_beams(self.beams)
         if self.beams > 1 and not self.prompt:
             raise InvalidValueError(f"beams is {self.beams}: a search needs a --prompt")

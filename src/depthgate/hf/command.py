@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.config import ConvertConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.change import layer_changes, least_changing
 from depthgate.hf.code import check_config
-from depthgate.hf.config import ConvertConfig
 from depthgate.hf.convert import convert, set_capacity
 from depthgate.hf.families import check_config_values, family_of
 from depthgate.hf.folder import gguf_of, load

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from depthgate.checkpoint import store as checkpoint
+from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed, batches
 from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.adapter import Language, tokenizer_of
 from depthgate.hf.calibrate import calibrate
-from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.convert import routed_layers, set_capacity
 from depthgate.hf.folder import load
 from depthgate.hf.recover import Student, build

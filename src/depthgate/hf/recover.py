@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Rows
 from depthgate.device import count_flops, matmul_rate
 from depthgate.errors import DepthgateError
 from depthgate.hf.adapter import Language, cast, dense_of
 from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
-from depthgate.hf.config import FinetuneConfig
 from depthgate.hf.convert import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
 from depthgate.ops.distill import linear_distillation

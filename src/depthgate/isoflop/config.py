@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from depthgate.config import check_vocab
-from depthgate.errors import InvalidValueError, check_choice, check_count, check_positive
+from depthgate.errors import InvalidValueError, check_count, check_positive
 from depthgate.isoflop.variants import Variant, parsed
+from depthgate.options import DEVICES, Options, choice, count, number, positive, switch
 
 
 @dataclass(frozen=True)
-class IsoflopConfig:
+class IsoflopConfig(Options):
     """Train models of several sizes and kinds with the same FLOPs, fit the best of each kind, and compare them.
 
     Args:
@@ -46,57 +47,39 @@ class IsoflopConfig:
     data: str = "stdlib"
     out: str = "runs/isoflop"
     budgets: str | float = "1e12,2e12"
-    sizes: int = 5
+    sizes: int = count(5, maximum=99)
     variants: str = "dense,mod"
-    seeds: int = 1
-    seeds_at_minimum: int | None = None
-    more_sizes: int = 0
+    seeds: int = count(1, maximum=99)
+    seeds_at_minimum: int | None = count(None, maximum=99)
+    more_sizes: int = count(0, minimum=0, maximum=99)
     validation: str | None = None
     tokenizer: str = "bytes"
     vocab: int | None = None
-    context: int | None = None
-    batch: int | None = None
-    center: float = 1.0
-    spread: float = 2.0
-    lr: float | None = None
+    context: int | None = count(None, minimum=8, maximum=2**20)
+    batch: int | None = count(None, maximum=2**16)
+    center: float = number(1.0, 1e-3, 1e3)
+    spread: float = number(2.0, 1.2, 100.0)
+    lr: float | None = positive(None)
     lr_sweep: bool = False
-    device: str = "auto"
-    launcher: str = "local"
-    parallel: int | None = None
-    cpus: int = 1
-    gpus: float = 0.0
-    minutes: int = 240
-    measured: int = 2**17
+    device: str = choice("auto", DEVICES)
+    launcher: str = choice("local", ("local", "ray", "submitit"))
+    parallel: int | None = count(None, maximum=256)
+    cpus: int = count(1, maximum=1024)
+    gpus: float = number(0.0, 0, 1024)
+    minutes: int = count(240, maximum=10**6)
+    measured: int = count(2**17, maximum=2**40)
     extend: bool = False
-    dry_run: bool = False
+    dry_run: bool = switch()
 
-    def __post_init__(self) -> None:
+    def check_together(self) -> None:
         assert self.budget_list
         assert self.variant_list
-        check_count(self.sizes, "sizes", maximum=99)
-        for name, most in (("seeds", 99), ("cpus", 1024), ("minutes", 10**6), ("measured", 2**40)):
-            check_count(getattr(self, name), name, maximum=most)
-        if self.parallel is not None:
-            check_count(self.parallel, "parallel", maximum=256)
-        check_count(self.more_sizes, "more_sizes", minimum=0, maximum=99)
         if self.seeds_at_minimum is not None:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
-        if self.context is not None:
-            check_count(self.context, "context", minimum=8, maximum=2**20)
-        if self.batch is not None:
-            check_count(self.batch, "batch", maximum=2**16)
-        for name, low, high in (("center", 1e-3, 1e3), ("spread", 1.2, 100.0)):
-            if not low <= check_positive(getattr(self, name), name) <= high:
-                raise InvalidValueError(f"{name} is {getattr(self, name)}: it must be from {low:g} to {high:g}")
-        if self.lr is not None:
-            check_positive(self.lr, "lr")
-            if self.lr_sweep:
-                raise InvalidValueError(f"lr is {self.lr} and lr_sweep is true: give one of them")
-        if not 0 <= self.gpus <= 1024 or (self.launcher == "submitit" and self.gpus % 1):
-            whole = "a whole number, " if self.launcher == "submitit" else ""
-            raise InvalidValueError(f"gpus is {self.gpus}: it must be {whole}from 0 to 1024")
-        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
-        check_choice(self.launcher, "launcher", ("local", "ray", "submitit"))
+        if self.lr is not None and self.lr_sweep:
+            raise InvalidValueError(f"lr is {self.lr} and lr_sweep is true: give one of them")
+        if self.launcher == "submitit" and self.gpus % 1:
+            raise InvalidValueError(f"gpus is {self.gpus}: it must be a whole number with --launcher submitit")
         if self.launcher != "local" and self.device == "cuda" and not self.gpus:
             raise InvalidValueError(f"device is cuda and gpus is 0: give --gpus 1 with --launcher {self.launcher}")
         check_vocab(self.tokenizer, self.vocab)
@@ -107,7 +90,7 @@ class IsoflopConfig:
         try:
             found = [float(part) for part in str(self.budgets).split(",")]
         except ValueError:
-            raise InvalidValueError(f"budgets is {self.budgets!r}: give FLOPs, as 3e15,1e16") from None
+            raise InvalidValueError(f"budgets is {self.budgets!r}: give FLOPs, such as 3e15,1e16") from None
         for budget in found:
             check_positive(budget, "budgets")
         if len(set(found)) < len(found):

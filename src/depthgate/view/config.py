@@ -1,12 +1,13 @@
 """What `depthgate view` can be told. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from depthgate.errors import InvalidValueError, check_choice, check_count
+from depthgate.errors import InvalidValueError
+from depthgate.options import DEVICES, Options, choice, count, positional, switch
 
 
 @dataclass(frozen=True)
-class ViewConfig:
+class ViewConfig(Options):
     """See which tokens went deep (--model), or how training runs went (RUN_DIR...): one self-contained page.
 
     Args:
@@ -24,23 +25,20 @@ class ViewConfig:
         device: cpu, cuda, or auto
     """
 
-    runs: list[str] = field(default_factory=list)
+    runs: list[str] = positional()
     model: str | None = None
     text: str | None = None
     prompt: str | None = None
     out: str | None = None
     png: str | None = None
     svg: str | None = None
-    terminal: bool = False
-    watch: bool = False
-    port: int = 8377
-    tokens: int = 4000
-    device: str = "auto"
+    terminal: bool = switch()
+    watch: bool = switch()
+    port: int = count(8377, minimum=0, maximum=65535)
+    tokens: int = count(4000, maximum=2**16)
+    device: str = choice("auto", DEVICES)
 
-    def __post_init__(self) -> None:
-        check_count(self.tokens, "tokens", maximum=2**16)
-        check_count(self.port, "port", minimum=0, maximum=65535)
-        check_choice(self.device, "device", ("auto", "cpu", "cuda"))
+    def check_together(self) -> None:
         if bool(self.runs) == (self.model is not None):
             raise InvalidValueError("give either folders of runs (depthgate view RUN_DIR...) or --model DIR")
         if self.text is not None and self.prompt is not None:
