@@ -201,7 +201,7 @@ def test_a_cache_that_is_wrong_gets_no_time(
         (["--model", "run", "--new-tokens", "48"], "the model's context is 48"),
         (["--model", "run", "--contexts", "0"], "contexts is 0"),
         (["--model", "run", "--data", "short.txt"], "the text has 6 tokens"),
-        (["--model", "nowhere"], "nowhere is no folder"),
+        (["--model", "nowhere"], "nowhere is not a folder"),
         (["--data", "stdlib"], "name a --model"),
     ],
 )

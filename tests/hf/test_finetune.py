@@ -20,7 +20,7 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import everything, tokenize
-from depthgate.hf.adapter import Language, tokenizer_of
+from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
 from depthgate.hf.calibrate import calibrate, is_neutral
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import tokens
@@ -150,7 +150,7 @@ def test_compiled_layers_learn_the_same(home):
 def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(home, tmp_path):
     folder = home / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    language = Language(model, tokenizer_of(folder), 48)
+    language = HFLanguageModel(model, tokenizer_of(folder), 48)
     packed = Packed(everything(tokenize(str(home / "text"), language.tokenizer, tmp_path)), 48)
     batch = packed.rows(range(16))
     assert is_neutral(language)

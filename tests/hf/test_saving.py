@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthgate as dg
-from depthgate.hf.convert import routed_layers
+from depthgate.hf.conversion import routed_layers
 from tests.conftest import close
 from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens, with_random_routers
 

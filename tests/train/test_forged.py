@@ -196,7 +196,7 @@ def test_ties_do_not_count_as_weights(run):
     path.write_bytes(safetensors(header, bytes(257 * 64)))
     change_json(run / NEWEST / "config.json", lambda config: config["model"].update(layers=4096, dim=64))
     forge(run / NEWEST)
-    refused(run, "another model than the weights are of")
+    refused(run, "another model than the one that the weights belong to")
 
 
 @pytest.mark.parametrize("text", ["\ud800", '{"a": "\ud800"}', "[", "{}" * 3])
@@ -215,7 +215,10 @@ TOKENIZERS = {
     "binary": (lambda folder: (folder / "tokenizer.json").write_bytes(b"\x80\0"), "not a tokenizer"),
     "a terabyte": (lambda folder: os.truncate(folder / "tokenizer.json", 2**40), "bytes"),
     "without end": (lambda folder: (folder / "tokenizer_config.json").unlink(), "does not say which token ends"),
-    "of another size": (lambda folder: BPETokenizer.train(["ab ab"], 258).save(folder), "one is of another run"),
+    "of another size": (
+        lambda folder: BPETokenizer.train(["ab ab"], 258).save(folder),
+        "they belong to different runs",
+    ),
 }
 
 

@@ -14,7 +14,6 @@ from depthgate.routing import Groups, Plans, Slots
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import routes_figure
 from depthgate.view.models import read
-from depthgate.view.readers import DecoderReader
 from depthgate.view.routes import Routes
 from depthgate.view.routes_page import routes_page
 from depthgate.view.terminal import print_routes, print_runs
@@ -36,7 +35,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     """Layer 1 is moe, layer 2 is mode: there the experts see the tokens that enter, and no others."""
     model = dg.load(runs / "mode")
     ids = model.tokenizer.encode(TEXT)[:32]
-    found, (moe, mode) = read(DecoderReader(model), ids)
+    found, (moe, mode) = read(model, ids)
     outer, within = (p for p in model(torch.tensor([ids]), causal=True).plans[1:])
     first = model(torch.tensor([ids]), causal=True).plans[0]
     assert isinstance(first, Groups)

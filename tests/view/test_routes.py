@@ -12,7 +12,6 @@ from depthgate.cli import main
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
 from depthgate.view.models import read
-from depthgate.view.readers import DecoderReader
 from depthgate.view.routes import routes
 from depthgate.view.routes_page import routes_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
@@ -46,7 +45,7 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
 def test_losses_depths_and_the_accuracy_of_the_rule(run):
     model = dg.load(run)
     ids = model.tokenizer.encode("over a lazy dog")
-    found, experts = read(DecoderReader(model), ids)
+    found, experts = read(model, ids)
     assert experts == []
     logits = model(torch.tensor([ids]), causal=True).logits[0]
     wanted = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").tolist()

@@ -19,19 +19,18 @@ from torch import Tensor
 
 from depthgate.bench.config import BenchGenerateConfig
 from depthgate.bench.llama import check_transformers, llama_generate
-from depthgate.config import EvalConfig, ModelConfig
-from depthgate.data.token_file import Documents
+from depthgate.config import ModelConfig
+from depthgate.data.token_file import Documents, cache_folder, everything, tokenize
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
 from depthgate.generation.engine import Forward, generate
 from depthgate.hf.decoder import export
 from depthgate.layers import MoD
-from depthgate.loading import load
+from depthgate.loading import held_out, load
 from depthgate.model import Decoder
 from depthgate.presets import train_config
 from depthgate.routing import Predictor, Scores, Slots, Threshold
-from depthgate.train.evaluate import documents_of
 
 _CHECKED = 12  # tokens
 _PROMPT = 16
@@ -229,7 +228,11 @@ def run(config: BenchGenerateConfig, as_json: bool) -> None:
     else:
         model = load(folder).to(resolve_device(config.device), getattr(torch, config.dtype))
         config = _settled(config, model.config.context)
-        documents = documents_of(EvalConfig(folder, config.data or "heldout"), model)
+        documents = (
+            held_out(folder, model.tokenizer)
+            if config.data is None
+            else everything(tokenize(config.data, model.tokenizer, cache_folder()))
+        )
         dense = replace(model.config, pattern="dense")
         rows = _rows("trained", model, config, documents)
         del model

@@ -1,57 +1,34 @@
 """`depthgate eval`: a model of ours or of transformers, dense or converted, on a text or on tasks of lm-eval."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthgate.config import EvalConfig
 from depthgate.data.batches import validation_rows
-from depthgate.data.token_file import Documents
+from depthgate.data.token_file import Documents, cache_folder, everything, tokenize
 from depthgate.device import count_flops, resolve_device
-from depthgate.errors import InvalidValueError
-from depthgate.loading import load
-from depthgate.train.evaluate import Measured, documents_of, measure
+from depthgate.loading import LanguageModel, held_out, open_model
+from depthgate.train.evaluate import measure
 
 _COUNTED = 8  # windows whose FLOPs are counted
-_SEQ = 1024
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """The figures of one model on one text."""
     assert config.data is not None
-    model: Any = open_model(config)
-    documents = documents_of(config, model)
+    model = open_model(config.model, resolve_device(config.device), config.dtype, config.seq)
+    if config.data == "heldout":
+        documents = held_out(config.model, model.tokenizer)
+    else:
+        documents = everything(tokenize(config.data, model.tokenizer, cache_folder()))
     figures = measure(model, documents, config.batch, config.tokens)
     return {"model": config.model, "data": config.data, **figures, "flops_per_token": flops_per_token(model, documents)}
 
 
-def open_model(config: EvalConfig) -> Measured:
-    """The model that a folder holds, whoever wrote it."""
-    from depthgate.hf import adapter as language
-    from depthgate.hf.code import is_model
-    from depthgate.hf.folder import load as load_model
-
-    folder, device = Path(config.model), resolve_device(config.device)
-    if not is_model(folder):
-        if config.seq is not None or config.dtype != "auto":
-            raise InvalidValueError(
-                f"{folder} is no Hugging Face model, and only these take --seq and --dtype: leave out"
-            )
-        return load(folder).to(device)
-    if config.data == "heldout":
-        raise InvalidValueError(f"data is 'heldout', but {folder} is a Hugging Face model: name a text")
-    model = load_model(folder)
-    tokenizer = language.tokenizer_of(folder)
-    seq = min(_SEQ, model.config.max_position_embeddings) if config.seq is None else config.seq
-    found = language.Language(model, tokenizer, seq)
-    language.cast(model, language.compute_dtype(config.dtype, device, model)).to(device)
-    return found
-
-
 @torch.no_grad()
-def flops_per_token(model: Measured, documents: Documents) -> float:
+def flops_per_token(model: LanguageModel, documents: Documents) -> float:
     """Forward FLOPs a token, head included, as counted while the model read a few windows, each as one document, and
     decided causally."""
     flops = tokens = 0

@@ -7,6 +7,7 @@ a document is a token of its own; text that merely spells it is text, and never 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,7 +48,11 @@ class TextTokenizer(Protocol):
         decoded part by part through `codecs.getincrementaldecoder("utf-8")`."""
 
     def bytes_of(self, ids: Iterable[int]) -> int:
-        """How many bytes of text the ids stand for: the denominator of bits per byte."""
+        """Bytes of text that the ids stand for: the denominator of bits per byte."""
+
+    def token_text(self, token: int) -> str:
+        """Text of one token, which may be a part of a character: its bytes are then surrogates, so that the texts of
+        several tokens can be joined."""
 
     def fingerprint(self) -> str:
         """The same for tokenizers that give the same ids."""
@@ -77,6 +82,9 @@ class ByteTokenizer:
     def bytes_of(self, ids: Iterable[int]) -> int:
         return sum(i < 256 for i in _checked(ids, self.vocab))
 
+    def token_text(self, token: int) -> str:
+        return END if token == self.end else self.decode_bytes([token]).decode(errors="surrogateescape")
+
     def fingerprint(self) -> str:
         return "bytes-1"
 
@@ -87,18 +95,28 @@ class ByteTokenizer:
 
 
 class HFTokenizer:
-    """A tokenizer of the `tokenizers` package, with the token that ends a document."""
+    """A tokenizer of the `tokenizers` package, with the token that ends a document, where it has one."""
 
-    def __init__(self, inner: Tokenizer, end: str) -> None:
+    def __init__(self, inner: Tokenizer, end: str | None) -> None:
         inner.no_truncation()  # many saved ones cut at the context of their model, in silence
         inner.no_padding()
         inner.encode_special_tokens = True
         ids = inner.get_vocab(with_added_tokens=True)
-        if end not in ids:
+        if end is not None and end not in ids:
             raise DepthgateError(f"the end token {end!r} is not in the tokenizer's vocabulary of {len(ids)}")
-        self.inner, self.end_text, self.end = inner, end, ids[end]
+        self.inner, self.end_text = inner, end
         self.vocab = max(ids.values()) + 1  # ids may have gaps
         self._bytes = _byte_table(inner, self.vocab)
+
+    @property
+    def end(self) -> int:
+        if self.end_text is None:
+            raise DepthgateError(
+                "the tokenizer does not say which token ends a text: add eos_token to tokenizer_config.json"
+            )
+        found = self.inner.token_to_id(self.end_text)
+        assert found is not None
+        return found
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HFTokenizer":
@@ -139,6 +157,15 @@ class HFTokenizer:
 
     def bytes_of(self, ids: Iterable[int]) -> int:
         return len(self.decode_bytes(ids))
+
+    def token_text(self, token: int) -> str:
+        piece = str(self.inner.id_to_token(token) or "")
+        if self._bytes:
+            return self._bytes[token].decode(errors="surrogateescape") or piece
+        if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's names of bytes
+            return bytes.fromhex(byte[1]).decode(errors="surrogateescape")
+        said = str(self.inner.decode([token], skip_special_tokens=False)) or piece
+        return f" {said}" if piece.startswith("▁") and not said.startswith(" ") else said
 
     def fingerprint(self) -> str:
         return hashlib.sha256(f"{self.end}\n{self.inner.to_str()}".encode()).hexdigest()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "depthgate.hf.change": ("layer_changes",),
     "depthgate.hf.config": ("Routing",),
-    "depthgate.hf.convert": ("convert", "routed_layers", "set_capacity"),
+    "depthgate.hf.conversion": ("convert", "routed_layers", "set_capacity"),
     "depthgate.hf.decoder": ("export", "to_decoder"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -21,9 +21,9 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 if TYPE_CHECKING:
     from depthgate.hf.change import layer_changes as layer_changes
     from depthgate.hf.config import Routing as Routing
-    from depthgate.hf.convert import convert as convert
-    from depthgate.hf.convert import routed_layers as routed_layers
-    from depthgate.hf.convert import set_capacity as set_capacity
+    from depthgate.hf.conversion import convert as convert
+    from depthgate.hf.conversion import routed_layers as routed_layers
+    from depthgate.hf.conversion import set_capacity as set_capacity
     from depthgate.hf.decoder import export as export
     from depthgate.hf.decoder import to_decoder as to_decoder
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from depthgate.data.batches import Rows
-from depthgate.hf.adapter import Language
+from depthgate.hf.adapter import HFLanguageModel
 from depthgate.ops.sizes import budget
 from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
@@ -42,7 +42,7 @@ def _readers(router: TopTokens) -> list[Any]:
     return [router.proj, router.rule.up] if isinstance(router.rule, Predictor) else [router.proj]
 
 
-def scaled(language: Language) -> None:
+def scaled(language: HFLanguageModel) -> None:
     """Let routers learn with a scale for each channel, which `calibrate` sets."""
     for layer in language.routed:
         for part in _readers(layer.depth_router):
@@ -52,7 +52,7 @@ def scaled(language: Language) -> None:
             part.__class__ = _scaled_class(kind)
 
 
-def unscaled(language: Language) -> None:
+def unscaled(language: HFLanguageModel) -> None:
     """Plain weights again, of the same value."""
     for layer in language.routed:
         for part in _readers(layer.depth_router):
@@ -80,13 +80,13 @@ def _set_scale(router: TopTokens, scale: Tensor) -> None:
         _write(part, weight * scale if new else weight)
 
 
-def is_neutral(language: Language) -> bool:
+def is_neutral(language: HFLanguageModel) -> bool:
     """Whether no router has anything to say yet."""
     return not any(bool(layer.depth_router.proj.weight.any()) for layer in language.routed)
 
 
 @torch.no_grad()
-def calibrate(language: Language, rows: Rows, capacity: float) -> None:
+def calibrate(language: HFLanguageModel, rows: Rows, capacity: float) -> None:
     """Set scales, and routers that are neutral, from what their layers, all dense, do to the tokens of some rows.
 
     A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function

@@ -15,7 +15,7 @@ from depthgate.config import ConvertConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.change import layer_changes, least_changing
 from depthgate.hf.code import check_config
-from depthgate.hf.convert import convert, set_capacity
+from depthgate.hf.conversion import convert, set_capacity
 from depthgate.hf.families import check_config_values, family_of
 from depthgate.hf.folder import gguf_of, load
 from depthgate.hf.tokenizer_files import check_generation, check_text, copy_text, load_tokenizer

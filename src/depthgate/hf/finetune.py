@@ -25,9 +25,9 @@ from depthgate.data.batches import Packed, batches
 from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.adapter import Language, tokenizer_of
+from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
 from depthgate.hf.calibrate import calibrate
-from depthgate.hf.convert import routed_layers, set_capacity
+from depthgate.hf.conversion import routed_layers, set_capacity
 from depthgate.hf.folder import load
 from depthgate.hf.recover import Student, build
 from depthgate.hf.tokenizer_files import check_generation, check_text, copy_text
@@ -55,7 +55,7 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
         raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
     with runs.opened(config, resume, ASKED) as folder:
         tokenizer = tokenizer_of(source)
-        language = Language(model, tokenizer, config.seq)
+        language = HFLanguageModel(model, tokenizer, config.seq)
         packed = Packed(everything(tokenize(config.data, tokenizer, cache_folder())), config.seq, config.seed)
         code = _Finetuning(config, folder, build(language, config, device), packed).run(resume)
     if as_json:  # the last row of metrics

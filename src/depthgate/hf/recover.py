@@ -12,10 +12,10 @@ from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Rows
 from depthgate.device import count_flops, matmul_rate
 from depthgate.errors import DepthgateError
-from depthgate.hf.adapter import Language, cast, dense_of
+from depthgate.hf.adapter import HFLanguageModel, cast, dense_of
 from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
-from depthgate.hf.convert import set_capacity
+from depthgate.hf.conversion import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
 from depthgate.ops.distill import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
@@ -24,7 +24,7 @@ from depthgate.routing import Slots, Threshold, routed_share
 _DECAY = 0.9  # of moving thresholds
 
 
-def build(language: Language, config: FinetuneConfig, device: str) -> "Student":
+def build(language: HFLanguageModel, config: FinetuneConfig, device: str) -> "Student":
     """The student on its device, with the teacher that the configuration asks for."""
     teacher = None
     if config.loss == "distillation":
@@ -35,14 +35,16 @@ def build(language: Language, config: FinetuneConfig, device: str) -> "Student":
                 "they must have one vocabulary"
             )
         dense = cast(dense, getattr(torch, config.dtype)).to(device).requires_grad_(False)
-        teacher = Language(dense, language.tokenizer, language.context)
+        teacher = HFLanguageModel(dense, language.tokenizer, language.context)
     return Student(language, teacher, config, device)
 
 
 class Student:
     """The model in training mode. `trained` are its weights that learn, by name, in float32."""
 
-    def __init__(self, language: Language, teacher: Language | None, config: FinetuneConfig, device: str) -> None:
+    def __init__(
+        self, language: HFLanguageModel, teacher: HFLanguageModel | None, config: FinetuneConfig, device: str
+    ) -> None:
         self.language, self.teacher, self.config, self.device = language, teacher, config, device
         model = language.model
         self.stored: torch.dtype = model.dtype

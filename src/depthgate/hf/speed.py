@@ -18,7 +18,7 @@ from torch import Tensor
 from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf.adapter import Language, cast, compute_dtype, tokenizer_of
+from depthgate.hf.adapter import HFLanguageModel, cast, compute_dtype, tokenizer_of
 from depthgate.hf.config import BenchHFConfig
 from depthgate.hf.folder import load
 
@@ -48,7 +48,7 @@ def run(config: BenchHFConfig, as_json: bool) -> None:
 def speeds(folder: str, config: BenchHFConfig, device: str) -> list[dict[str, Any]]:
     """A row for each size of batch."""
     model, tokenizer = load(Path(folder)), tokenizer_of(Path(folder))
-    Language(model, tokenizer, config.context + config.new_tokens)  # refuses what does not fit
+    HFLanguageModel(model, tokenizer, config.context + config.new_tokens)  # refuses what does not fit
     dtype = compute_dtype(config.dtype, device, model)
     documents = everything(tokenize(config.data, tokenizer, cache_folder()))
     largest = max(config.batch_sizes)

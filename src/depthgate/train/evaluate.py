@@ -1,60 +1,21 @@
 """How well a model predicts a text, deciding causally (the figure that counts) and by the top k."""
 
-import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthgate.checkpoint.manifest import MANIFEST
-from depthgate.checkpoint.store import CONFIG
-from depthgate.config import EvalConfig
 from depthgate.data.batches import validation_rows
-from depthgate.data.token_file import Documents, cache_folder, everything, prepare, tokenize
+from depthgate.data.token_file import Documents
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError
-from depthgate.routing import Groups, Plan, Slots
-
-
-class Measured(Protocol):
-    """What is asked of a model: a LoadedDecoder is one, and a transformers model can be made one."""
-
-    @property
-    def tokenizer(self) -> TextTokenizer: ...
-
-    @property
-    def context(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def loss(
-        self, tokens: Tensor, targets: Tensor, pos: Tensor, doc: Tensor, *, causal: bool
-    ) -> tuple[Tensor, Sequence[Plan]]: ...
-
-
-def documents_of(config: EvalConfig, model: Measured) -> Documents:
-    """The text; `heldout` is what the run kept from its training."""
-    assert config.data is not None
-    if config.data != "heldout":
-        return everything(tokenize(config.data, model.tokenizer, cache_folder()))
-    folder = Path(config.model)
-    home = folder.parent if (folder / MANIFEST).exists() else folder
-    try:
-        asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))
-        data, validation = str(asked["data"]), asked["validation"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DepthgateError(
-            f"{home / CONFIG} does not say what the run was trained on ({error}): name a text"
-        ) from None
-    return prepare(data, model.tokenizer, cache_folder(), validation).validation
+from depthgate.loading import LanguageModel
+from depthgate.routing import Groups, Slots
 
 
 @torch.no_grad()
-def measure(model: Measured, documents: Documents, batch: int, most: int | None = None) -> dict[str, Any]:
+def measure(model: LanguageModel, documents: Documents, batch: int, most: int | None = None) -> dict[str, Any]:
     """The figures of a model over documents, `batch` windows of `context` tokens at a time: of all, or of windows with
     about `most` tokens, spread evenly."""
     nats = {True: 0.0, False: 0.0}

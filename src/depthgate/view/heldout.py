@@ -4,7 +4,6 @@ import torch
 
 from depthgate.data.batches import Rows, windows
 from depthgate.data.token_file import Documents
-from depthgate.data.tokenizer import END
 from depthgate.loading import LoadedDecoder
 from depthgate.routing import Slots
 
@@ -27,16 +26,9 @@ def routed(model: LoadedDecoder, rows: Rows) -> tuple[list[str], list[list[int]]
     chosen = [plan.chosen[..., 0][real].tolist() for plan in plans if isinstance(plan, Slots)]
     layers = routed_layers(model)
     through = [[layer for layer, yes in zip(layers, at, strict=True) if yes] for at in zip(*chosen, strict=True)]
-    return [token_text(model, i) for i in rows.tokens[real].tolist()], through
+    return [model.tokenizer.token_text(i) for i in rows.tokens[real].tolist()], through
 
 
 def routed_layers(model: LoadedDecoder) -> list[int]:
     """The numbers, from 1, of the layers that route."""
     return [i + 1 for i in model.config.routed]
-
-
-def token_text(model: LoadedDecoder, token: int) -> str:
-    """A token alone may be part of a character: its bytes are then escaped, so that joined tokens are the text."""
-    if token == model.tokenizer.end:
-        return END
-    return model.tokenizer.decode_bytes([token]).decode(errors="surrogateescape")

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 
+from depthgate.data.batches import windows
 from depthgate.device import resolve_device
 from depthgate.files import check_outs, write
+from depthgate.loading import LanguageModel, held_out, open_model
 from depthgate.view.config import ViewConfig
 from depthgate.view.experts import ExpertLayer, expert_layers, joined_experts
 from depthgate.view.page import Html, join, note, paragraph
-from depthgate.view.readers import Reader, encoded, losses, read_text, reader
+from depthgate.view.readers import encoded, losses, read_text
 from depthgate.view.routes import Routes, joined, routes
 from depthgate.view.routes_page import routes_page
 from depthgate.view.tokens import count, isolated, short
@@ -20,9 +22,13 @@ from depthgate.view.tokens import count, isolated, short
 def show(config: ViewConfig, as_json: bool) -> None:
     """Write what is asked for; print its path, or what it says of each layer as JSON."""
     outs = check_outs((config.page, config.png, config.svg))
-    model = reader(str(config.model), resolve_device(config.device))
+    model = open_model(str(config.model), resolve_device(config.device))
     prompt, replaced = read_text(config.text, config.tokens) if config.text is not None else (config.prompt, 0)
-    ids = model.held_out(config.tokens) if prompt is None else encoded(model, prompt, config.tokens)
+    if prompt is None:
+        documents = held_out(str(config.model), model.tokenizer)
+        ids = windows(documents, [0], min(config.tokens, len(documents))).tokens[0].tolist()
+    else:
+        ids = encoded(model, prompt, config.tokens)
     found, experts = read(model, ids)
     title = f"depthgate view: {isolated(short(str(config.model)))}"
     if config.png is not None or config.svg is not None:
@@ -43,12 +49,12 @@ def show(config: ViewConfig, as_json: bool) -> None:
         print(out)
 
 
-def _about(config: ViewConfig, model: Reader, found: Routes) -> str:
+def _about(config: ViewConfig, model: LanguageModel, found: Routes) -> str:
     where = "the prompt" if config.prompt else "text that the run held out"
     if config.text:
         where = isolated(short(config.text))
     many = len(found.tokens)
-    parts = "" if many <= model.window else f" It was read {model.window:,} tokens at a time."
+    parts = "" if many <= model.context else f" It was read {model.context:,} tokens at a time."
     deciding = " Every router decides from the token alone (the causal choice), as in generation." * bool(found.layers)
     return (
         f"{isolated(short(str(config.model)))} reads {count(many, 'token')} of {where}. "
@@ -77,17 +83,19 @@ def _told(config: ViewConfig, found: Routes, experts: list[ExpertLayer]) -> dict
 
 
 @torch.no_grad()
-def read(model: Reader, ids: list[int]) -> tuple[Routes, list[ExpertLayer]]:
+def read(model: LanguageModel, ids: list[int]) -> tuple[Routes, list[ExpertLayer]]:
     """What the routers do with tokens, a window of them at a time, and how well each was predicted."""
     parts, chosen = [], []
     layers = [i + 1 for i, kind in enumerate(model.kinds) if kind in ("mod", "mode", "random")]
-    for start in range(0, len(ids), model.window):
-        part = ids[start : start + model.window]
-        tokens = torch.tensor([part])
-        logits, causal = model(tokens, True)
+    for start in range(0, len(ids), model.context):
+        part = ids[start : start + model.context]
+        tokens = torch.tensor([part], device=model.device)
+        logits, causal = model(tokens, causal=True)
         said = losses(logits, tokens)
         del logits
-        top_k = model(tokens, False)[1]
-        parts.append(routes([model.text(i) for i in part], layers, len(model.kinds), causal, top_k, said))
+        top_k = model(tokens).plans
+        parts.append(
+            routes([model.tokenizer.token_text(i) for i in part], layers, len(model.kinds), causal, top_k, said)
+        )
         chosen.append(expert_layers(model.kinds, causal, len(part), model.experts))
     return joined(parts), joined_experts(chosen)
