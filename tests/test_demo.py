@@ -26,7 +26,7 @@ from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots
 from depthgate.view import heldout as routes
-from depthgate.view.tokens import routed_text
+from depthgate.view.page import routed_text
 
 # Reads as markup, has characters of several bytes, and nothing about it is Python.
 HOSTILE = "<script>alert('&amp;')</script> <b onclick=\"x\"> é ☃ \x00\x1b\t\u202e </pre></html> "

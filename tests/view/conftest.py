@@ -1,4 +1,4 @@
-"""One browser for all tests of a module, and one tiny trained run."""
+"""One browser for all tests, and one tiny trained run."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.train.tiny import train, write_data
 from tests.view.chromium import Browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser():
     opened = Browser()
     yield opened

@@ -1,12 +1,10 @@
-"""Experts and slots, by hand and from plans: loads, null shares, slot maps; figures and the terminal show the same."""
+"""Experts and slots, by hand and from plans: loads, null shares, slot maps; figures show the same."""
 
 import json
 import math
-import re
 
 import pytest
 import torch
-from rich.console import Console
 
 import depthgate as dg
 from depthgate.errors import DepthgateError
@@ -16,8 +14,7 @@ from depthgate.view.figures import routes_figure
 from depthgate.view.models import read
 from depthgate.view.routes import Routes
 from depthgate.view.routes_page import routes_page
-from depthgate.view.terminal import print_routes, print_runs
-from tests.view.pages import a_run, page_data, view, view_model
+from tests.view.pages import page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
 
@@ -78,10 +75,6 @@ def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
     assert [axes.get_title() for axes in routes_figure(found, [waiting, idle]).axes][2:] == [
         "layer 1: load of the experts"
     ]
-    console = Console(width=60)
-    with console.capture() as said:
-        print_routes(found, [idle], console)
-    assert "layer 2: no token came to its 4 experts" in said.get()
     alone = Routes(["a"], [], 2, [], [], [], [], [], [0.0])
     with pytest.raises(DepthgateError, match="no token came to any expert"):
         routes_figure(alone, [idle])
@@ -159,41 +152,3 @@ def test_pictures_are_written_and_odd_tokens_do_not_harm(run, runs, tmp_path):
     assert "<script" not in (tmp_path / "a.svg").read_text()
     assert view(run, runs / "mode", "--png", tmp_path / "b.png", "--svg", tmp_path / "b.svg") == 0
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a.svg", "b.png", "b.svg"}  # and no page
-
-
-def test_the_terminal_without_colours_says_depth_in_digits():
-    choice = [[False, True, True, True, True], [False, False, True, True, True]]
-    numbers = [[0.0] * 5] * 2
-    tokens = ["ab", " cd", "\udcc3", "\udca9\n", "ef"]
-    found = Routes(tokens, [2, 4], 4, numbers, numbers, choice, choice, choice, [0.0] * 5)
-    for width, wanted in ((60, ["ab cd▏é", "  1--22", "ef", "2-"]), (4, ["ab c", "  1-", "d▏é", "-22", "ef", "2-"])):
-        console = Console(width=width, color_system=None)
-        with console.capture() as said:
-            print_routes(found, [], console)
-        assert [line.rstrip() for line in said.get().splitlines()][: len(wanted)] == wanted
-    console = Console(width=60, color_system=None)
-    with console.capture() as said:
-        print_routes(found, [], console)
-        print_runs([a_run("a" * 30)], console)
-    for heading in ("first to last token", "rule right", "tokens/s", "resumed", "curve"):
-        assert heading in said.get()
-    assert "below a token" in said.get()
-
-
-def test_the_terminal_colours_by_depth_and_obeys_no_text(run, capfd):
-    on, off = True, False
-    choice = [[off, on, on], [off, off, on]]
-    numbers = [[0.0] * 3] * 2
-    found = Routes(["[red]", "b\x1b[2J", "c\n"], [2, 4], 4, numbers, numbers, choice, choice, choice, [0.0] * 3)
-    console = Console(width=80, force_terminal=True, color_system="truecolor")
-    with console.capture() as said:
-        print_routes(found, [ExpertLayer(1, 2, 1, [[0], [0], [2]])], console)
-    backgrounds = re.findall(r"48;2;([\d;]+)m(\S*?)\x1b", said.get())
-    assert backgrounds[:2] == [("134;173;238", "b␛[2J"), ("31;95;191", "c")]  # one of two layers, both
-    assert said.get().startswith("[red]\x1b[")  # none, as it is
-    assert "\x1b[2J" not in said.get()
-    assert "66.7%" in said.get()
-    assert view("--model", run, "--prompt", "a lazy dog", "--terminal") == 0
-    out = capfd.readouterr().out
-    assert "a lazy dog" in out
-    assert "\x1b" not in out  # no terminal, no colours

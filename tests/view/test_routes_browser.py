@@ -5,8 +5,8 @@ import time
 
 import pytest
 
+from depthgate.view.page import visible
 from depthgate.view.routes_page import routes_page
-from depthgate.view.tokens import visible
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 LEFT, TOP, ROW = 44, 22, 22  # of the map

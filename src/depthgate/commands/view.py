@@ -1,4 +1,4 @@
-"""`depthgate view`: what a model does with a text, or how runs went; as a page, a picture, or on the terminal."""
+"""`depthgate view`: what a model does with a text, or how runs went; as a page or a picture."""
 
 import sys
 from io import TextIOWrapper
@@ -8,8 +8,8 @@ from depthgate.view.config import ViewConfig
 
 def run(config: ViewConfig, as_json: bool) -> None:
     """One of the two."""
-    if isinstance(sys.stdout, TextIOWrapper):  # a text may hold what a terminal cannot show, a path any bytes
-        sys.stdout.reconfigure(errors="replace" if config.terminal else "surrogateescape")
+    if isinstance(sys.stdout, TextIOWrapper):  # a path may hold any bytes
+        sys.stdout.reconfigure(errors="surrogateescape")
     if config.model is not None:
         from depthgate.view.models import show
     else:

@@ -9,10 +9,8 @@ from depthgate.config import TrainConfig
 from depthgate.demo.config import DemoConfig
 from depthgate.demo.measure import PROMPT, SAMPLED, TEMPERATURE
 from depthgate.demo.results import Result
-from depthgate.view import charts
 from depthgate.view import page as pages
-from depthgate.view.page import Html
-from depthgate.view.tokens import routed_text, visible
+from depthgate.view.page import Html, routed_text, visible
 
 Row = dict[str, Any]
 SMOOTHED = 20  # steps that a point of the training curve is the mean of
@@ -118,7 +116,7 @@ def _charts(results: Sequence[Result]) -> Html:
     def chart(title: str, about: str, start: float) -> Html:
         lines = {f"{r.figures['model']}, training": tera(smoothed(r.losses), start) for r in results}
         marks = {f"{r.figures['model']}, held out, causal": tera(r.validation, start) for r in results}
-        return charts.line_chart(title, about, lines, "training TFLOPs", "nats a byte", marks=marks)
+        return pages.line_chart(title, about, lines, "training TFLOPs", "nats a byte", marks=marks)
 
     half = results[0].losses[-1][0] / 2
     said = (

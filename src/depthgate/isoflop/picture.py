@@ -11,8 +11,7 @@ from depthgate.errors import DepthgateError
 from depthgate.loading import load
 from depthgate.view import page as pages
 from depthgate.view.heldout import piece, routed, routed_layers
-from depthgate.view.page import Html
-from depthgate.view.tokens import routed_text
+from depthgate.view.page import Html, routed_text
 
 
 def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:

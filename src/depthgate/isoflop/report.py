@@ -17,7 +17,6 @@ from depthgate.isoflop.estimate import Speed, duration
 from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
 from depthgate.isoflop.grid import CELLS, Cell, described
 from depthgate.isoflop.words import alone, flops, said
-from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.page import Html
 
@@ -215,7 +214,7 @@ def _chart(budget: float, curves: Sequence[Curve]) -> Html:
         lines[curve.variant] = [(params / 1e6, curve.best(params)) for params in steps] if curve.best else []
         marks[f"{curve.variant}, cells"] = [(params / 1e6, loss) for params, loss in curve.points]
     about = "Lines: the fitted parabolas. Marks: one for each cell."
-    return charts.line_chart(
+    return pages.line_chart(
         f"{flops(budget)} FLOPs",
         about,
         lines,
@@ -230,7 +229,7 @@ def _trend(curves: Sequence[Curve]) -> Html:
     names = dict.fromkeys(curve.variant for curve in curves)
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
     about = "The lowest point of each fitted curve that is bracketed on both sides."
-    return charts.line_chart(
+    return pages.line_chart(
         "Best loss", about, lines, "training TFLOPs", "causal loss, nats a token", log_x=True, marks=lines
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from depthgate.errors import DepthgateError
 from depthgate.files import check_out, check_outs, write
 from depthgate.view.config import ViewConfig
-from depthgate.view.runs import CONFIG, METRICS, read_runs
+from depthgate.view.runs import METRICS, read_runs
 from depthgate.view.runs_page import runs_page
 
 _GRID, _REPORT = "grid.json", "report.html"  # of a study
@@ -19,20 +19,13 @@ def show(config: ViewConfig, as_json: bool) -> None:
         _show_study(studies[0], config, as_json)
         return
     outs = check_outs((config.page, config.png, config.svg))
-    runs = read_runs(config.runs, started=config.watch)
-    if config.watch:
-        _watch(config)
-        return
+    runs = read_runs(config.runs)
     if config.png is not None or config.svg is not None:
         from depthgate.view.figures import runs_figure, save
 
         save(runs_figure(runs), config.png, config.svg)
     if config.page is not None:
         write(Path(config.page), runs_page(runs))
-    if config.terminal and not as_json:
-        from depthgate.view.terminal import print_runs
-
-        print_runs(runs)
     if as_json:
         print(json.dumps({"page": config.page, "runs": [run.summary for run in runs]}))
         return
@@ -48,10 +41,10 @@ def _show_study(study: Path, config: ViewConfig, as_json: bool) -> None:
     """The report that the study wrote: where it is, or a copy."""
     if len(config.runs) > 1:
         raise DepthgateError(f"{study} is a study of `depthgate isoflop`: give it alone, or the runs in its cells/")
-    if config.watch or config.terminal or config.png or config.svg:
+    if config.png or config.svg:
         raise DepthgateError(
             f"{study} is a study of `depthgate isoflop`: its report is a page, with pictures beside it (curves.png, "
-            "curves.svg); leave --watch, --terminal, --png and --svg out"
+            "curves.svg); leave --png and --svg out"
         )
     report = study / _REPORT
     if not report.is_file():
@@ -61,21 +54,3 @@ def _show_study(study: Path, config: ViewConfig, as_json: bool) -> None:
         page = check_out(Path(config.out))
         write(page, report.read_bytes())
     print(json.dumps({"page": str(page)}) if as_json else page)
-
-
-def _watch(config: ViewConfig) -> None:
-    from depthgate.view.watch import Page, serve
-
-    def state() -> tuple[object, ...]:
-        """Changes whenever a run has written something."""
-        found = []
-        for folder in config.runs:
-            for name in (METRICS, CONFIG):
-                try:
-                    stat = Path(folder, name).stat()
-                    found.append((stat.st_ino, stat.st_size, stat.st_mtime_ns))
-                except OSError:
-                    found.append((0, 0, 0))
-        return tuple(found)
-
-    serve(Page(state, lambda: runs_page(read_runs(config.runs, started=True), live=True)), config.port)

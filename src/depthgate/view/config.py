@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from depthgate.errors import InvalidValueError
-from depthgate.options import DEVICES, Options, choice, count, positional, switch
+from depthgate.options import DEVICES, Options, choice, count, positional
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,9 @@ class ViewConfig(Options):
         model: folder of a run, of one of its checkpoints, or of a Hugging Face model that `depthgate convert` wrote
         text: file to read; the beginning of the text that the run held out unless text or prompt is given
         prompt: text to read, given here
-        out: file of the page; page.html unless given, or unless a picture or the terminal is asked for
+        out: file of the page; page.html unless given, or unless a picture is asked for
         png: file of a picture
         svg: file of a picture for papers
-        terminal: show it on the terminal
-        watch: serve the page of runs on this machine, and follow them
-        port: where it is served; 0: any that is free
         tokens: tokens read at most
         device: cpu, cuda, or auto
     """
@@ -32,9 +29,6 @@ class ViewConfig(Options):
     out: str | None = None
     png: str | None = None
     svg: str | None = None
-    terminal: bool = switch()
-    watch: bool = switch()
-    port: int = count(8377, minimum=0, maximum=65535)
     tokens: int = count(4000, maximum=2**16)
     device: str = choice("auto", DEVICES)
 
@@ -47,11 +41,9 @@ class ViewConfig(Options):
             raise InvalidValueError("text and prompt are for --model: runs have no text to show")
         if self.prompt == "":
             raise InvalidValueError("prompt is empty: give some text")
-        if self.watch and (self.model is not None or self.terminal or self.png or self.svg or self.out):
-            raise InvalidValueError("watch serves the page of runs, and writes nothing: leave the other outputs out")
 
     @property
     def page(self) -> str | None:
         """Where the page goes; None: nowhere."""
-        other = self.terminal or self.png or self.svg
+        other = self.png or self.svg
         return self.out or (None if other else "page.html")

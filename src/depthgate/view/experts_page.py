@@ -4,11 +4,9 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.experts import ExpertLayer, SlotLayer
-from depthgate.view.page import Html
-from depthgate.view.tokens import isolated, visible
+from depthgate.view.page import Html, isolated, visible
 
 _FORMS = 4  # tokens named for each expert
 _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
@@ -48,7 +46,7 @@ def _load(layer: ExpertLayer) -> Html:
     even = 1 / (layer.experts + layer.null_experts)
     if layer.null_experts > 1:
         about += f" The bar of the {layer.null_experts} null experts is that of all of them together."
-    return charts.bar_chart(f"Layer {layer.layer}, load of its experts", about, bars, "share of the choices", even)
+    return pages.bar_chart(f"Layer {layer.layer}, load of its experts", about, bars, "share of the choices", even=even)
 
 
 def _forms(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
@@ -73,12 +71,12 @@ def slots_section(layers: Sequence[SlotLayer], grid: tuple[int, int] | None) -> 
     """Load of the experts, and a map for each slot."""
     even = {layer.layer: 1 / layer.experts for layer in layers}
     bars = [
-        charts.bar_chart(
+        pages.bar_chart(
             f"Layer {layer.layer}, load of its experts",
             "Each expert's part in what tokens get back, the mean over tokens. The line: all alike.",
             {str(expert): share for expert, share in enumerate(layer.load)},
             "share",
-            even[layer.layer],
+            even=even[layer.layer],
         )
         for layer in layers
     ]

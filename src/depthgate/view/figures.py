@@ -10,11 +10,11 @@ from typing import Any
 from depthgate.errors import DepthgateError
 from depthgate.files import write
 from depthgate.view.experts import ExpertLayer, SlotLayer
+from depthgate.view.page import pieces
 from depthgate.view.plans import Grid, Seen
 from depthgate.view.routes import Routes
 from depthgate.view.runs import Run
 from depthgate.view.runs_page import lines, resume_marks, shares, unit
-from depthgate.view.tokens import headings
 
 # skipped; by the top k alone; by the causal rule alone; by both: the colours of the pages
 _CELLS = ("#eef1f4", "#187a4b", "#b4480f", "#1f5fbf")
@@ -87,7 +87,7 @@ def _draw_map(part: Any, found: Routes) -> None:
     axes.imshow(cells, cmap=ListedColormap(_CELLS), vmin=0, vmax=3, aspect="auto", interpolation="nearest")
     axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.layers)
     if len(found.tokens) <= _NAMED:
-        names = headings(found.tokens)
+        names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
     else:
         axes.set_xlabel("token")

@@ -12,11 +12,10 @@ from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, held_out, open_model
 from depthgate.view.config import ViewConfig
 from depthgate.view.experts import ExpertLayer, expert_layers, joined_experts
-from depthgate.view.page import Html, join, note, paragraph
+from depthgate.view.page import Html, count, isolated, join, note, paragraph, short
 from depthgate.view.readers import encoded, losses, read_text
 from depthgate.view.routes import Routes, joined, routes
 from depthgate.view.routes_page import routes_page
-from depthgate.view.tokens import count, isolated, short
 
 
 def show(config: ViewConfig, as_json: bool) -> None:
@@ -38,10 +37,6 @@ def show(config: ViewConfig, as_json: bool) -> None:
     if config.page is not None:
         about = join([paragraph(_about(config, model, found)), *_replaced(replaced)])
         write(Path(config.page), routes_page(title, about, found, experts))
-    if config.terminal and not as_json:
-        from depthgate.view.terminal import print_routes
-
-        print_routes(found, experts)
     if as_json:
         print(json.dumps(_told(config, found, experts)))
         return

@@ -1,16 +1,37 @@
-"""Self-contained HTML pages: text and tables in one design. No network, no dependencies.
+"""Self-contained HTML pages in one design: text, tables, charts, and tokens coloured by depth. No page needs a network.
 
-Every function returns Html, and every plain string handed to one is escaped; Html goes in as it is.
+Every function returns Html, and every plain string handed to one is escaped; Html goes in as it is. A token may be part
+of a character: its bytes that are not text alone are characters from U+DC80 to U+DCFF, as Python's "surrogateescape"
+writes them.
 """
 
 import json
+import unicodedata
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import groupby
+from typing import Any, NamedTuple
+
+Points = Sequence[tuple[float, float]]
+
+PART = "▏"  # for a token that begins a character, where nothing thinner can be drawn
+_SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
+_LARGEST = 1e100  # beyond it the differences of two numbers may overflow
+_RELOAD = 15  # seconds between two reloads of a live page
+# Nothing is ever loaded, whatever a text or a name on the page may hold.
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+)
+_READING = (
+    "Charts (by uPlot): point at one to read it, drag over it to zoom in, double-click to see all of it, click a name "
+    "to hide its line. By keyboard: the arrow keys read values, + and - zoom."
+)
 
 
 class Html(str):
-    """Markup that is to be put on the page as it is."""
+    """Markup that goes onto the page as it is."""
 
     __slots__ = ()
 
@@ -26,7 +47,7 @@ def join(parts: Sequence[object]) -> Html:
 
 
 def note(*parts: object) -> Html:
-    """Something that a reader should know before all else."""
+    """A paragraph that a reader should see before all else."""
     return paragraph(Html("<strong>Note.</strong> "), *parts)
 
 
@@ -50,31 +71,45 @@ def row(parts: Sequence[object]) -> Html:
     return Html(f'<div class="row">{join(parts)}</div>')
 
 
-# Nothing is ever loaded, whatever a text or a name on the page may hold.
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-)
-
-
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
-    """A whole document: heading -> body, in order. A body under the heading "" stands straight below the title. A
-    `live` page asks whoever served it for news, and puts them in place of its own; it says so where it cannot."""
+    """A whole document from heading -> body, in order. A body under the heading "" stands straight below the title. A
+    `live` page reloads itself."""
     body = join(
         [
             Html(f"<section>{f'<h2>{html(heading)}</h2>' if heading else ''}\n{html(content)}\n</section>")
             for heading, content in sections.items()
         ]
     )
-    status = '<p id="live" role="status"></p>\n'
-    policy = f"{_POLICY}; connect-src 'self'" if live else _POLICY
+    style, scripts = _asset("style.css"), Html("")
+    if " data-chart=" in body:
+        style = _asset("vendor/uPlot.min.css") + style
+        body = join([body, Html(f"<footer>{paragraph(_READING)}</footer>")])
+        licence = f"/* uPlot:\n{_asset('vendor/uPlot.LICENSE')}\n*/\n"
+        scripts = Html(f"<script>{licence}{_asset('vendor/uPlot.iife.min.js')}</script>{script('charts.js')}\n")
+    reload = f'<meta http-equiv="refresh" content="{_RELOAD}">\n' if live else ""
     return Html(
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{reload}'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html(title)}</title>\n'
-        f"<style>{asset('style.css')}</style>\n</head>\n<body>\n<main>\n"
-        f"<h1>{html(title)}</h1>\n{status if live else ''}{body}\n</main>\n"
-        f"{script('live.js') if live else ''}</body>\n</html>\n"
+        f"<style>{style}</style>\n</head>\n<body>\n<main>\n<h1>{html(title)}</h1>\n{body}\n</main>\n{scripts}</body>\n"
+        "</html>\n"
     )
+
+
+def _asset(name: str) -> str:
+    """A file of this package that goes onto a page."""
+    return files("depthgate.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def script(name: str) -> Html:
+    """A script of this package."""
+    return Html(f"<script>{_asset(name)}</script>")
+
+
+def data(name: str, value: object) -> Html:
+    """Plain data for a script. Inside a script element only "<" could end it; JSON reads it back from its escape."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return Html(f'<script type="application/json" id="{html(name)}">{text}</script>')
 
 
 def table(
@@ -96,17 +131,168 @@ def table(
     )
 
 
-def asset(name: str) -> str:
-    """A file of this package that goes onto a page: its style, or a script."""
-    return files("depthgate.view").joinpath(name).read_text(encoding="utf-8")
+def line_chart(
+    title: str,
+    about: str,
+    series: Mapping[str, Points],
+    x: str,
+    y: str,
+    *,
+    log_x: bool = False,
+    marks: Mapping[str, Points] | None = None,
+    from_zero: bool = False,
+) -> Html:
+    """One line for each series (name -> points). `marks` are single points: those of their first series in the colour
+    of the first line, and so on. A series without points is not drawn, and keeps its colour from others. A value that
+    is not finite leaves a gap. `from_zero` has 0 on the upright axis."""
+    drawn = [_series("line", *each, log_x) for each in enumerate(series.items())]
+    drawn += [_series("mark", *each, log_x) for each in enumerate((marks or {}).items())]
+    look = {"x": x, "y": y, "logX": log_x, "fromZero": from_zero}
+    return _chart(title, about, {**look, "series": [each for each in drawn if each["points"]]})
 
 
-def script(name: str) -> Html:
-    """A script of this package."""
-    return Html(f"<script>{asset(name)}</script>")
+def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, *, x: str = "", even: float = 0.0) -> Html:
+    """One bar for each name, or for each number at its place on the x axis; and a line at `even`, where all would end
+    if they were alike."""
+    names = [key for key in bars if isinstance(key, str)]
+    places = range(len(names)) if names else bars
+    points = [(float(place), value) for place, value in zip(places, bars.values(), strict=True)]
+    drawn = [_series("bar", 0, (y, points))]
+    if even:
+        drawn.append(_series("even", 1, ("all alike", [(place, even) for place, _ in points])))
+    return _chart(title, about, {"x": x, "y": y, "names": names, "fromZero": True, "series": drawn})
 
 
-def data(name: str, value: object) -> Html:
-    """Plain data for a script. Inside a script element only "<" could end it; JSON reads it back from its escape."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return Html(f'<script type="application/json" id="{html(name)}">{text}</script>')
+def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = False) -> dict[str, Any]:
+    name, points = named
+    low = 1 / _LARGEST if log_x else -_LARGEST
+    known = sorted((x, n, y if abs(y) < _LARGEST else None) for n, (x, y) in enumerate(points) if low < x < _LARGEST)
+    found = [(_short_number(x), None if y is None else _short_number(y)) for x, _, y in known]
+    return {"kind": kind, "colour": colour, "name": isolated(name), "points": found}
+
+
+def _short_number(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _chart(title: str, about: str, chart: dict[str, Any]) -> Html:
+    """A figure that charts.js fills when it is first seen."""
+    text = json.dumps(chart, separators=(",", ":"), allow_nan=False)
+    return Html(
+        f'<figure><div class="chart" tabindex="0" role="application" aria-label="{html(f"{title}. {about}")}" '
+        f'data-chart="{html(text)}"></div>\n'
+        f"<figcaption><strong>{html(title)}.</strong> {html(about)}</figcaption></figure>"
+    )
+
+
+def visible(text: str, kept: str = "") -> str:
+    """The text with a sign for every character that would not be seen, those of `kept` excepted."""
+    return "".join(c if c in kept else _sign(c) or c for c in text)
+
+
+def _sign(c: str) -> str:
+    if c in _SIGNS:
+        return _SIGNS[c]
+    if c.isprintable():
+        return ""
+    code = ord(c)
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's pictures of control characters
+    if _is_byte(c):
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def short(name: str, most: int = 80) -> str:
+    """A name that can be shown: nothing invisible, and no longer than there is room for."""
+    shown = visible(name, kept=" ")
+    return shown if len(shown) <= most else f"{shown[: most // 2 - 1]}…{shown[-most // 2 :]}"
+
+
+def isolated(text: str) -> str:
+    """Text for places without markup: what runs from right to left stands between signs that keep its order its own."""
+    turns = any(unicodedata.bidirectional(c) in ("R", "AL", "AN") for c in text)
+    return f"\u2068{text}\u2069" if turns else text
+
+
+def count(n: int, what: str) -> str:
+    """A number of things: "1 token", "2 tokens"."""
+    return f"{n:,} {what}{'s' * (n != 1)}"
+
+
+class Piece(NamedTuple):
+    """A token as part of its text."""
+
+    text: str  # its characters; one that several tokens make stands with the last of them
+    label: str  # its name, with nothing invisible in it
+    part: bool  # True: it shows nothing, as the character that it begins comes later
+
+    @property
+    def heading(self) -> str:
+        """Text that fits above a column: the characters of the token, or a sign that it begins one."""
+        return PART if self.part else visible(self.text)
+
+
+def pieces(tokens: Sequence[str]) -> list[Piece]:
+    """Tokens as parts of their text: bytes are put together to characters, over the bounds of tokens."""
+    owners = [t for t, token in enumerate(tokens) for _ in token]
+    signs, start = "".join(tokens), 0
+    texts: list[list[str]] = [[] for _ in tokens]
+    labels: list[list[tuple[bool, str]]] = [[] for _ in tokens]  # (part of a character, its name)
+    while start < len(signs):
+        char, size = _character(signs, start)
+        for t, places in groupby(range(start, start + size), owners.__getitem__):
+            first, *rest = (place - start + 1 for place in places)
+            which = f"bytes {first} to {rest[-1]}" if rest else f"byte {first}"
+            label = visible(char) if size == 1 else f"{which} of {size} of {visible(char)}"
+            labels[t].append((size > 1, label))
+        start += size
+        texts[owners[start - 1]].append(char)
+    found = []
+    for text, named in zip(texts, labels, strict=True):
+        groups = [(byte, [label for _, label in group]) for byte, group in groupby(named, lambda each: each[0])]
+        label = ", ".join((", " if byte else "").join(group) for byte, group in groups)
+        found.append(Piece("".join(text), label, bool(named) and not text))
+    return found
+
+
+def _is_byte(c: str) -> bool:
+    return "\udc80" <= c <= "\udcff"
+
+
+def _character(signs: str, start: int) -> tuple[str, int]:
+    """The character that begins here, and how many signs make it: several where they are its bytes."""
+    for size in (2, 3, 4) if _is_byte(signs[start]) else ():
+        part = signs[start : start + size]
+        char = part.encode(errors="surrogateescape").decode(errors="ignore") if all(map(_is_byte, part)) else ""
+        if len(part) == size and len(char) == 1:
+            return char, size
+    return signs[start], 1
+
+
+def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers: Sequence[int]) -> Html:
+    """The text, where token t went through the routed layers through[t]. Depth of colour and thickness of the line
+    below both say how many; the legend counts them; hovering names them."""
+    shown = enumerate(zip(pieces(tokens), through, strict=True))
+    spans = [_span(t, piece, at, len(layers)) for t, (piece, at) in shown]
+    counts = Counter(len(at) for at in through)
+    keys = []
+    for n in range(len(layers) + 1):
+        name = count(n, "routed layer") if n else "no routed layer"
+        swatch = f'<span class="token" style="--share:{n / max(1, len(layers)):.3g}">&nbsp;abc&nbsp;</span>'
+        keys.append(f"<li>{swatch} {name}: {counts[n]:,} of {count(len(tokens), 'token')}</li>")
+    return Html(
+        f'<pre class="long" tabindex="0" role="region" aria-label="The text">{"".join(spans)}</pre>\n'
+        f'<ul class="legend">{"".join(keys)}</ul>'
+    )
+
+
+def _span(number: int, piece: Piece, at: Sequence[int], most: int) -> str:
+    shown = "".join(f'<span class="sign">{html(sign)}</span>' if (sign := _sign(c)) else html(c) for c in piece.text)
+    where = f"layers {', '.join(map(str, at))}" if at else "no routed layer"
+    style = f' style="--share:{len(at) / most:.3g}"' if at else ""
+    name = ("token" if at else "skipped") + " part" * piece.part
+    # Outside the span, so that a token that ends a line has no coloured rest on the next one.
+    end = "\n" * piece.text.count("\n")
+    title = f"{html(isolated(piece.label))}: {where}"
+    return f'<span class="{name}" data-t="{number}"{style} title="{title}">{shown}</span>{end}'

@@ -5,13 +5,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
-from depthgate.view import charts
 from depthgate.view import page as pages
 from depthgate.view.experts import ExpertLayer, SlotLayer
 from depthgate.view.experts_page import experts_section, slots_section
-from depthgate.view.page import Html
+from depthgate.view.page import Html, count, isolated, pieces, routed_text, visible
 from depthgate.view.routes import Routes
-from depthgate.view.tokens import count, headings, isolated, pieces, routed_text, visible
 
 _BINS = 24
 _MAP = (
@@ -63,10 +61,10 @@ def _routing(found: Routes) -> dict[str, object]:
 
 
 def _map(found: Routes) -> Html:
-    shown, heads = pieces(found.tokens), headings(found.tokens)
+    shown = pieces(found.tokens)
     data = {
         "tokens": [piece.label for piece in shown],
-        "heads": {t: head for t, (head, piece) in enumerate(zip(heads, shown, strict=True)) if head != piece.label},
+        "heads": {t: piece.heading for t, piece in enumerate(shown) if piece.heading != piece.label},
         "layers": found.layers,
         "scores": [_packed(row) for row in found.scores],
         "gates": [_packed(row) for row in found.gates],
@@ -125,7 +123,7 @@ def _layers(found: Routes) -> Html:
         "says of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the "
         "top k, route alike; differences in earlier layers count too."
     )
-    bars = charts.bar_chart(
+    bars = pages.bar_chart(
         "Routed share of each layer",
         "Under the causal choice.",
         {str(layer): share for layer, share in zip(found.layers, shares[0], strict=True)},
@@ -148,11 +146,9 @@ def _histogram(layer: int, scores: Sequence[float]) -> Html:
     counts = [0] * _BINS
     for score in scores:
         counts[min(_BINS - 1, int((score - low) / step))] += 1
-    outline = [(low, 0.0)]
-    for i, many in enumerate(counts):
-        outline += [(low + i * step, float(many)), (low + (i + 1) * step, float(many))]
+    bars = {low + (i + 0.5) * step: float(many) for i, many in enumerate(counts)}
     about = f"How many of {count(len(scores), 'token')} have which score."
-    return charts.line_chart(f"Layer {layer}", about, {"tokens": [*outline, (high, 0.0)]}, "router score", "tokens")
+    return pages.bar_chart(f"Layer {layer}", about, bars, "tokens", x="router score")
 
 
 def _deep(found: Routes) -> Html:
@@ -168,7 +164,7 @@ def _deep(found: Routes) -> Html:
     size = max(1, len(depths) // 60)
     by_place = [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]
     parts = [
-        charts.line_chart(
+        pages.line_chart(
             "By position", f"Means of {count(size, 'token')}.", {"layers": by_place}, "token", "layers, mean"
         )
     ]
@@ -178,5 +174,5 @@ def _deep(found: Routes) -> Html:
         groups = [losses[i : i + part] for i in range(0, len(losses), part)]
         by_loss = [(fmean(x for x, _ in group), fmean(d for _, d in group)) for group in groups]
         said = "How many layers computed a token, by how hard it was to predict: groups of equal size."
-        parts.append(charts.line_chart("By loss", said, {"layers": by_loss}, "loss of the token, nats", "layers, mean"))
+        parts.append(pages.line_chart("By loss", said, {"layers": by_loss}, "loss of the token, nats", "layers, mean"))
     return pages.join([*forms, pages.row(parts)])

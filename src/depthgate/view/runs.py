@@ -9,7 +9,7 @@ from statistics import fmean, median
 from typing import Any
 
 from depthgate.errors import DepthgateError
-from depthgate.view.tokens import short
+from depthgate.view.page import short
 
 METRICS, CONFIG = "metrics.jsonl", "config.json"
 AXES = ("step", "tokens", "flops", "seconds")

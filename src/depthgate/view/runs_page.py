@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from depthgate.view import charts
 from depthgate.view import page as pages
-from depthgate.view.page import Html
+from depthgate.view.page import Html, isolated, short
 from depthgate.view.runs import AXES, LAST, Points, Run, curve
-from depthgate.view.tokens import isolated, short
 
 # axis -> what it is called, and its units, the largest first
 UNITS: dict[str, tuple[str, tuple[tuple[float, str], ...]]] = {
@@ -31,7 +29,7 @@ def runs_page(runs: Sequence[Run], live: bool = False) -> Html:
     sections: dict[str, object] = {"": pages.join([*about, _axis_buttons()])}
     drawn = [_loss, *[_shares] * any(run.layers for run in runs), _speed]
     sections["How they went"] = _switched(lambda axis: pages.row([chart(runs, axis) for chart in drawn]))
-    sections["Where they stand"] = pages.join([_table(runs), pages.script("charts.js")])
+    sections["Where they stand"] = _table(runs)
     return pages.page(f"depthgate view: {names}", sections, live=live)
 
 
@@ -79,24 +77,22 @@ def _loss(runs: Sequence[Run], axis: str) -> Html:
     marks = resume_marks(runs, axis)
     more = " Marks: where a run was resumed." if any(marks.values()) else ""
     about = f"Training loss, routed by the top k. {_means(size)}{more}"
-    return charts.line_chart("Loss", about, points, unit(runs, axis)[1], "nats a token", marks=marks, readable=True)
+    return pages.line_chart("Loss", about, points, unit(runs, axis)[1], "nats a token", marks=marks)
 
 
 def _shares(runs: Sequence[Run], axis: str) -> Html:
     about = "The share of the tokens that go through " + (
         "each routed layer." if len(runs) == 1 else "a routed layer, the mean of all of them."
     )
-    return charts.line_chart(
-        "Routed share", about, shares(runs, axis), unit(runs, axis)[1], "share of tokens", from_zero=True, readable=True
+    return pages.line_chart(
+        "Routed share", about, shares(runs, axis), unit(runs, axis)[1], "share of tokens", from_zero=True
     )
 
 
 def _speed(runs: Sequence[Run], axis: str) -> Html:
     points, size = lines(runs, axis, "tokens_per_second")
     about = f"Tokens a second, of training steps alone: no checkpoints, no start. {_means(size)}"
-    return charts.line_chart(
-        "Throughput", about, points, unit(runs, axis)[1], "tokens a second", from_zero=True, readable=True
-    )
+    return pages.line_chart("Throughput", about, points, unit(runs, axis)[1], "tokens a second", from_zero=True)
 
 
 def _axis_buttons() -> Html:
