@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_from_all_that_was_said(model, capsys):
     assert done.stdout == first["text"] + "\n" + second["text"] + "\n"
 
 
-def test_a_conversation_that_is_full_starts_anew(model):
+def test_a_conversation_that_is_full_starts_over(model):
     command = [
         sys.executable,
         "-m",
@@ -118,7 +118,7 @@ def test_a_conversation_that_is_full_starts_anew(model):
     lines = "a lazy dog\nand a fox\nfox\n"  # 11 + 9 + 10 + 2, which is the context
     done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
     alone = subprocess.run(command, input="fox\n", capture_output=True, text=True, check=True)
-    assert "32 tokens were said, and more have no room: starting anew" in done.stderr
+    assert "32 tokens were said, and more have no room: starting over" in done.stderr
     assert done.stdout.endswith("\n" + alone.stdout)
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from depthgate.errors import InvalidValueError
-from depthgate.generation.sampling import Draws, Sampling, check_logits, pick, weights
+from depthgate.generation.config import Sampling
+from depthgate.generation.sampling import Draws, check_logits, pick, weights
 from tests.conftest import close
 
 HALVES = [0.5, 0.25, 0.125, 0.125]

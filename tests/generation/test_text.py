@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, HFTokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.generation.stream_text import TextStream
+from depthgate.generation.text import TextStream
 
 
 class Joined(ByteTokenizer):

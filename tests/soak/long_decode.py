@@ -11,7 +11,7 @@ import time
 import torch
 
 import depthgate as dg
-from depthgate.generation.engine import Forward
+from depthgate.generation.engine import Engine
 
 
 def main() -> None:
@@ -25,24 +25,22 @@ def main() -> None:
     for weight in model.parameters():
         if weight.ndim > 1:
             torch.nn.init.normal_(weight, std=0.3)
-    texts = [torch.randint(64, (n,)).tolist() for n in (3, 9, 20)]
-    sizes = [len(text) for text in texts]
-    forward = Forward(model, 3, True, 512)
-    assert forward.cache is not None
+    prompts = [torch.randint(64, (n,)).tolist() for n in (3, 9, 20)]
+    before = torch.tensor([len(prompt) - 1 for prompt in prompts])
+    engine = Engine(model, 3)
+    assert engine.cache is not None
     start, early = time.perf_counter(), (0, 0)
-    with torch.inference_mode():
-        logits, _ = forward(texts, sizes)
-        for step in range(steps):
-            for text, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
-                text.append(token)
-            if max(map(len, texts)) >= shape.context:
-                texts = [text[:size] for text, size in zip(texts, sizes, strict=True)]
-                forward.cache.crop(torch.tensor([size - 1 for size in sizes]))
-                texts[step % 3][-1] = step % 64  # not the same text for ever
-            logits, _ = forward(texts, [1, 1, 1])
-            if step == steps // 10:
-                early = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, forward.cache.nbytes)
-    rss, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, forward.cache.nbytes
+    logits = engine.prefill(prompts).logits
+    for step in range(steps):
+        tokens = logits.argmax(-1)
+        if int(engine.lengths.max()) + 1 >= shape.context:
+            engine.crop(before)
+            tokens = torch.tensor([prompt[-1] for prompt in prompts])
+            tokens[step % 3] = step % 64  # not the same text for ever
+        logits = engine.step(tokens).logits
+        if step == steps // 10:
+            early = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache.nbytes)
+    rss, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache.nbytes
     seconds = time.perf_counter() - start
     print(f"{steps} steps in {seconds:.0f} s; peak memory {early[0] / 1024:.1f} -> {rss / 1024:.1f} MiB; ", end="")
     print(f"cache {early[1]} -> {kept} bytes")

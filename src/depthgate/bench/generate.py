@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from depthgate.bench.config import BenchGenerateConfig
 from depthgate.bench.llama import check_transformers, llama_generate
@@ -24,7 +23,7 @@ from depthgate.data.token_file import Documents, cache_folder, everything, token
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
-from depthgate.generation.engine import Forward, generate
+from depthgate.generation.engine import Engine, Pass, generate
 from depthgate.hf.decoder import export
 from depthgate.layers import MoD
 from depthgate.loading import held_out, load
@@ -74,27 +73,21 @@ def _calibrate(model: Decoder) -> None:
             bias.sub_(edge.to(bias.dtype))
 
 
-def _filled(model: Decoder, batch: int, context: int) -> Forward:
+def _filled(model: Decoder, batch: int, context: int) -> Engine:
     """A cache that holds `context` tokens of random keys and values; routed layers their share of them."""
-    forward = Forward(model, batch, True, 512)
-    assert forward.cache is not None
+    engine = Engine(model, batch)
+    assert engine.cache is not None
     c = model.config
     heads, size = c.kv_heads or c.heads, c.head_size
-    for layer, store in zip(model.layers, forward.cache, strict=True):
+    for layer, store in zip(model.layers, engine.cache, strict=True):
         share = layer.router.capacity if isinstance(layer, MoD) else 1.0
         n = max(1, int(share * context))
-        pos = torch.arange(context, device=forward.device)[-n:].expand(batch, n)
+        pos = torch.arange(context, device=engine.device)[-n:].expand(batch, n)
         shape = (batch, heads, n, size)
         k, v = (torch.randn(shape, device=pos.device, dtype=model.embed.weight.dtype) for _ in range(2))
         store.append(k, v, pos)
-    return forward
-
-
-@torch.inference_mode()
-def _read(model: Decoder, texts: list[list[int]]) -> tuple[Forward, list[Tensor]]:
-    """A cache of all tokens of each text but the last, which the model has read, and where they went."""
-    forward = Forward(model, len(texts), True, 512)
-    return forward, [forward([text[:-1] for text in texts], [len(text) - 1 for text in texts])[1]]
+    engine.lengths = engine.lengths + context
+    return engine
 
 
 def _texts(rows: int, tokens: int, vocab: int, documents: Documents | None) -> list[list[int]]:
@@ -115,27 +108,25 @@ def _sync(device: str) -> None:
         torch.cuda.synchronize()
 
 
-@torch.inference_mode()
-def _decoded(
-    forward: Forward, texts: list[list[int]], config: BenchGenerateConfig, ways: list[Tensor]
-) -> dict[str, float]:
-    """Greedy steps of the whole batch, one after another: tokens a second, and what share routed layers took, of the
-    tokens that were read (`ways`: where they went) as well."""
+def _decoded(engine: Engine, last: list[int], config: BenchGenerateConfig, read: Pass | None) -> dict[str, float]:
+    """Greedy steps of the whole batch, one after another, from the last token of each row: tokens a second, and what
+    share routed layers took, of the tokens that were read before as well."""
     seconds = []
-    cached = forward.cache is not None
-    steps = config.new_tokens if cached else min(4, config.new_tokens)
+    steps = config.new_tokens if engine.cached else min(4, config.new_tokens)
+    tokens = torch.tensor(last, device=engine.device)
+    passes = [] if read is None else [read]
     for step in range(steps):
         _sync(config.device)
         start = time.perf_counter()
-        logits, went = forward(texts, [1] * len(texts))
-        for text, token in zip(texts, logits.argmax(-1).tolist(), strict=True):
-            text.append(token)
+        passes.append(engine.step(tokens))
+        tokens = passes[-1].logits.argmax(-1)
         _sync(config.device)
         if step >= min(3, steps - 1):  # the first ones warm up
             seconds.append(time.perf_counter() - start)
-        ways = [*ways, went[:, :, -1:] if step else went]  # without a cache, the first step reads the text
-    found = {"tokens_per_second": len(texts) / median(seconds)}
-    return found | ({"routed": torch.cat(ways, 2).float().mean().item()} if len(went) else {})
+    routed, computed = (torch.cat([getattr(p, name) for p in passes], 1) for name in ("routed", "depths"))
+    layers = passes[0].routed.shape[1]
+    found = {"tokens_per_second": len(last) / median(seconds)}
+    return found | ({"routed": routed.sum().item() / (layers * computed.numel())} if layers else {})
 
 
 def _right(model: Decoder, config: BenchGenerateConfig, documents: Documents | None) -> bool:
@@ -164,19 +155,15 @@ def _rows(
             for cached in (True, False) if config.uncached else (True,):
                 texts = _texts(batch, context + 1, model.config.vocab, documents)
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
-                ways: list[Tensor] = []
-                if not cached:
-                    forward = Forward(model, batch, False, 512)
-                elif documents is None:
-                    forward = _filled(model, batch, context)
-                else:
-                    forward, ways = _read(model, texts)
-                row |= _decoded(forward, texts, config, ways)
-                if forward.cache is not None:
-                    row["kv_bytes"] = forward.cache.nbytes
+                filled = cached and documents is None
+                engine = _filled(model, batch, context) if filled else Engine(model, batch, cached)
+                read = None if filled else engine.prefill([text[:-1] for text in texts])
+                row |= _decoded(engine, [text[-1] for text in texts], config, read)
+                if engine.cache is not None:
+                    row["kv_bytes"] = engine.cache.nbytes
                 rows.append(row)
                 _say(json.dumps(row))
-                del forward
+                del engine
     return rows
 
 

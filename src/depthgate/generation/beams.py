@@ -1,19 +1,19 @@
-"""Beam search: the likeliest continuations, several at a time, each with its own rows of the cache."""
+"""Beam search: the likeliest continuations of one prompt, several at a time."""
 
-from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from depthgate.data.tokenizer import TextTokenizer
-from depthgate.generation.engine import Event, Forward, journey
-from depthgate.generation.prompts import Generation
+from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import check_logits
 
 
 @dataclass
-class _Beam:
-    """A continuation: its tokens, the sum of their log-probabilities, and where all tokens before the last went."""
+class Beam:
+    """A continuation: its tokens, the sum of their log-probabilities, and the layers that prompt and tokens but the
+    last went through."""
 
     tokens: list[int]
     score: float
@@ -23,100 +23,57 @@ class _Beam:
 
     @property
     def mean(self) -> float:
-        """What beams are compared by: log-probability a token."""
+        """Log-probability a token, by which beams are compared."""
         return self.score / max(1, len(self.tokens))
 
 
-@torch.inference_mode()
-def search(
-    forward: Forward,
-    todo: list[Generation],
-    width: int,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    tokenizer: TextTokenizer | None,
-) -> Generator[Event]:
-    """The best continuation of every prompt by log-probability a token; prompts are searched one after another, and
-    the tokens of each come when it is found, the text with the last. Where it is interrupted, the prompt under way
-    keeps the best so far."""
-    for number, result in enumerate(todo):
-        result.routed = [0] * len(forward.model.config.routed)
-        try:
-            for best in _search(forward, result.prompt_tokens, width, max_new_tokens, stop, tokenizer):
-                result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
-            result.finish = best.finish
-        finally:
-            result.text = _text(result.tokens, stop, tokenizer)
-        first = len(result.prompt_tokens) - 1
-        for i, token in enumerate(best.tokens):
-            last = i + 1 == len(best.tokens)
-            text, finish = (result.text, best.finish) if last else ("", None)
-            yield Event(number, token, text, best.depths[first + i], finish)
+class Beams:
+    """A search for the best continuation of one prompt, where the context has room for `room` tokens."""
 
+    def __init__(self, sampling: Sampling, tokenizer: TextTokenizer | None, room: int, routed_layers: int) -> None:
+        self.width, self.stops, self.tokenizer = sampling.beams, sampling.stops, tokenizer
+        self.most = min(sampling.max_new_tokens, room)
+        self.finish_at_most = "length" if sampling.max_new_tokens <= room else "context"
+        self.going = [Beam([], 0.0, [], [0] * routed_layers)]
+        self.finished: list[Beam] = []
+        self.best = self.going[0]  # of all, finished or not
 
-def _search(
-    forward: Forward,
-    prompt: list[int],
-    width: int,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    tokenizer: TextTokenizer | None,
-) -> Iterator[_Beam]:
-    """The best beam after every step; the last one is the result."""
-    model, cached = forward.model, forward.cache is not None
-    end = None if tokenizer is None else tokenizer.end
-    forward.restart(1)
-    beams = [_Beam([], 0.0, [], [0] * len(model.config.routed))]
-    finished: list[_Beam] = []
-    new = [len(prompt)]
-    for step in range(max_new_tokens):
-        logits, went = forward([prompt + beam.tokens for beam in beams], new)
+    def advance(self, logits: Tensor, depths: list[list[int]], routed: list[list[int]]) -> list[int]:
+        """Extend every beam by a token, given the logits (B, V) of the beams and, for each, the layers of the tokens
+        just computed and how many of these entered each routed layer. The rows to go on with; none at the end."""
         check_logits(logits)
-        entered = went.cpu()
-        ways = []
-        for b, beam in enumerate(beams):
-            depths, counts = journey(entered[:, b], new[b] if cached else len(prompt) + step, model)
-            if cached:
-                depths, counts = beam.depths + depths, [x + y for x, y in zip(beam.routed, counts, strict=True)]
-            ways.append((depths, counts))
-        scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=logits.device)
+        count = len(self.going[0].tokens) + 1
+        ways = [
+            (beam.depths + more, [a + b for a, b in zip(beam.routed, counts, strict=True)])
+            for beam, more, counts in zip(self.going, depths, routed, strict=True)
+        ]
+        scores = logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in self.going], device=logits.device)
         # Twice as many as are kept: half of them may end here.
-        best = scores.flatten().topk(min(2 * width, scores.numel()))
-        last = step + 1 == max_new_tokens or len(prompt) + step + 1 >= model.config.context
-        going: list[tuple[int, _Beam]] = []
+        best = scores.flatten().topk(min(2 * self.width, scores.numel()))
+        parents: list[int] = []
+        going: list[Beam] = []
         for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):
             parent, token = divmod(place, scores.shape[1])
-            beam = _Beam([*beams[parent].tokens, token], score, *ways[parent])
-            beam.finish = _finish(beam, token, end, stop, tokenizer)
+            beam = Beam([*self.going[parent].tokens, token], score, *ways[parent])
+            beam.finish = self._finish(beam.tokens)
             if beam.finish is not None:
-                finished.append(beam)
-            elif len(going) < width:
-                going.append((parent, beam))
-        finished = sorted(finished, key=lambda beam: -beam.mean)[:width]
-        beams = [beam for _, beam in going]
-        if last:
-            for beam in beams:
-                beam.finish = "length" if step + 1 == max_new_tokens else "context"
-        yield max([*finished, *beams], key=lambda beam: beam.mean)
-        if last or not beams or (len(finished) == width and finished[-1].mean >= max(beam.mean for beam in beams)):
-            return
-        forward.select([parent for parent, _ in going])
-        new = [1] * len(beams)
+                self.finished.append(beam)
+            elif len(going) < self.width:
+                parents.append(parent)
+                going.append(beam)
+        self.finished = sorted(self.finished, key=lambda beam: -beam.mean)[: self.width]
+        self.going = going
+        if count == self.most:
+            for beam in going:
+                beam.finish = self.finish_at_most
+        self.best = max([*self.finished, *going], key=lambda beam: beam.mean)
+        settled = len(self.finished) == self.width and all(self.finished[-1].mean >= beam.mean for beam in going)
+        return [] if count == self.most or settled else parents
 
-
-def _finish(
-    beam: _Beam, token: int, end: int | None, stop: Sequence[str], tokenizer: TextTokenizer | None
-) -> str | None:
-    if token == end:
-        return "end"
-    if stop and tokenizer is not None and any(text in tokenizer.decode(beam.tokens) for text in stop):
-        return "stop"
-    return None
-
-
-def _text(tokens: list[int], stop: Sequence[str], tokenizer: TextTokenizer | None) -> str:
-    """The text of a continuation, up to the first stop string."""
-    if tokenizer is None:
-        return ""
-    text = tokenizer.decode(tokens)
-    return text[: min((text.index(s) for s in stop if s in text), default=len(text))]
+    def _finish(self, tokens: list[int]) -> str | None:
+        if self.tokenizer is None:
+            return None
+        if tokens[-1] == self.tokenizer.end:
+            return "end"
+        text = self.tokenizer.decode(tokens) if self.stops else ""
+        return "stop" if any(stop in text for stop in self.stops) else None

@@ -1,7 +1,10 @@
-"""Generation: prefill with the causal choice, then token by token; rows that finish leave the batch."""
+"""Generation: `prefill` reads the prompts with the causal choice, `step` adds a token to every row; rows that finish
+leave the batch."""
 
+import inspect
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,274 +12,257 @@ from torch import Tensor
 from depthgate.cache import Cache
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
+from depthgate.generation.beams import Beams
 from depthgate.generation.config import Sampling
-from depthgate.generation.prompts import Generation, Prompt, requests
-from depthgate.generation.sampling import Draws, check_logits, pick
-from depthgate.generation.stream_text import TextStream
+from depthgate.generation.sampling import Sampler
+from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts
 from depthgate.model import Decoder
-from depthgate.routing import Plans, Slots
+from depthgate.routing import Slots
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
-class Event(NamedTuple):
-    """One token of one request."""
+class Pass(NamedTuple):
+    """The findings of one pass over the new tokens of every row."""
 
-    request: int  # which prompt
-    token: int
-    text: str  # what may be shown now; held back while it may be half a character or the beginning of a stop string
-    depth: int | None  # layers that the token before it went through: the one this was predicted from
-    finish: str | None  # end, stop, length or context where this was the last one
+    logits: Tensor  # (B, V) of the next token, fp32
+    depths: Tensor  # (B, T) layers that each new token went through; -1 at padding, which is at the left
+    routed: Tensor  # (B, L) new tokens that entered each routed layer
+
+    def ways(self) -> tuple[list[list[int]], list[list[int]]]:
+        """`depths` without padding, and `routed`, for each row. Waits for the device."""
+        return [[depth for depth in row if depth >= 0] for row in self.depths.tolist()], self.routed.tolist()
+
+
+class Engine:
+    """A model and what it has read of every row: in a cache, or as tokens that it reads again each time."""
+
+    def __init__(self, model: Decoder, rows: int, cached: bool = True, chunk: int = 512) -> None:
+        self.model, self.cached, self.chunk = model, cached, check_count(chunk, "chunk")
+        self.tokenizer: TextTokenizer | None = getattr(model, "tokenizer", None)
+        self.device = model.embed.weight.device
+        self.kv_bytes = 0  # the most that keys and values took
+        self.restart(rows)
+
+    def restart(self, rows: int) -> None:
+        """Forget everything, and go on with so many rows."""
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens that were read
+        self.cache = Cache(len(self.model.layers), rows) if self.cached else None
+        # Without a cache: tokens and positions, (2, B, T).
+        self.history = torch.zeros(2, rows, 0, dtype=torch.long, device=self.device)
+
+    @torch.inference_mode()
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Pass:
+        """Read more of every row, `chunk` tokens at a time."""
+        width = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts])
+        place = torch.tensor([range(-(width - len(ids)), len(ids)) for ids in prompts]).to(self.device)
+        return self._read(tokens.to(self.device), torch.where(place < 0, -1, place + self.lengths[:, None]))
+
+    @torch.inference_mode()
+    def step(self, tokens: Tensor) -> Pass:
+        """Read one more token (B,) of every row."""
+        return self._read(tokens[:, None], self.lengths[:, None])
+
+    def _read(self, tokens: Tensor, pos: Tensor) -> Pass:
+        try:
+            x, entered = self._chunks(tokens, pos)
+        except BaseException:  # also Ctrl-C: an interrupted pass leaves nothing behind
+            self.crop(self.lengths)
+            raise
+        self.lengths = self.lengths + (pos >= 0).sum(1)
+        everywhere = len(self.model.layers) - len(entered)
+        depths = torch.where(pos >= 0, entered.sum(0) + everywhere, -1)
+        return Pass(self.model.head(x[:, -1]).float(), depths, entered.sum(2).T)
+
+    def _chunks(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """What the head reads of the last chunk, and which of the tokens entered each routed layer, (L, B, T) bool."""
+        new, chunk = tokens.shape[1], self.chunk
+        if self.cache is None:
+            self.history = torch.cat([self.history, torch.stack([tokens, pos])], 2)
+            (tokens, pos), chunk = self.history, self.history.shape[2]
+        entered = []
+        for ids, places in zip(torch.split(tokens, chunk, 1), torch.split(pos, chunk, 1), strict=True):
+            x, plans = self.model.hidden(ids, places, causal=True, caches=self.cache)
+            chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
+            entered.append(torch.stack(chosen) if chosen else ids.new_zeros(0, *ids.shape, dtype=torch.bool))
+        if self.cache is not None:
+            self.kv_bytes = max(self.kv_bytes, self.cache.nbytes)
+        return x, torch.cat(entered, 2)[:, :, -new:]
+
+    @torch.inference_mode()
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows (N,), in this order."""
+        fewer = len(rows) < len(self.lengths)
+        self.lengths, self.history = self.lengths[rows], self.history[:, rows]
+        if self.cache is not None:
+            self.cache.select(rows)
+            if fewer:  # the longest may have left
+                self.cache.trim()
+        self._drop_padding()
+
+    @torch.inference_mode()
+    def crop(self, lengths: Tensor) -> None:
+        """Go on with the first tokens of every row, as many as `lengths` (B,) says."""
+        self.lengths = torch.minimum(self.lengths, lengths)
+        if self.cache is not None:
+            self.cache.crop(lengths)
+        tokens, pos = self.history
+        self.history = torch.stack([tokens, torch.where(pos < lengths[:, None], pos, -1)])
+        self._drop_padding()
+
+    def _drop_padding(self) -> None:
+        if self.cache is None:
+            self.history = self.history[:, :, (self.history[1] >= 0).any(0)]
 
 
 class _Row:
-    """A request that is under way."""
+    """A request under way: its result, and its text as it comes."""
 
-    def __init__(self, number: int, ids: list[int], stream: TextStream | None, result: Generation) -> None:
-        self.number, self.ids, self.stream, self.result = number, ids, stream, result
+    def __init__(self, number: int, result: Generation, stream: TextStream | None) -> None:
+        self.number, self.result, self.stream = number, result, stream
 
+    def add(self, token: int, finish: str | None) -> Event:
+        """Take in the next token, which is the last one if it says why."""
+        result, stream, text = self.result, self.stream, ""
+        if stream is not None:
+            text = "" if finish == "end" else stream.push(token)
+            finish = "stop" if stream.stopped else finish
+            text += stream.finish() if finish is not None else ""
+        result.tokens.append(token)
+        result.text += text
+        result.finish = finish
+        return Event(self.number, token, text, result.depths[-1], finish)
 
-class Forward:
-    """The model over rows of tokens, with a cache or without: logits of the next token of each row."""
-
-    def __init__(self, model: Decoder, rows: int, cached: bool, chunk: int) -> None:
-        self.model, self.chunk = model, chunk
-        self.cache = Cache(len(model.layers), rows) if cached else None
-        self.device = model.embed.weight.device
-        self.kv_bytes = 0  # the most that keys and values took
-
-    def restart(self, rows: int) -> None:
-        """Go on with so many rows of which nothing is known."""
-        if self.cache is not None:
-            self.cache = Cache(len(self.model.layers), rows)
-
-    def __call__(self, texts: list[list[int]], new: list[int]) -> tuple[Tensor, Tensor]:
-        """`texts`, all tokens of each row, of which the last `new` have not been computed yet -> logits (B, V), and
-        where each of them went (L, B, T), padded at the left, a row for each routed layer."""
-        if self.cache is None:
-            new = [len(ids) for ids in texts]
-        width = max(new)
-        tokens = torch.zeros(len(texts), width, dtype=torch.long)
-        pos = torch.full((len(texts), width), -1)
-        for b, (ids, n) in enumerate(zip(texts, new, strict=True)):
-            tokens[b, width - n :] = torch.tensor(ids[len(ids) - n :])
-            pos[b, width - n :] = torch.arange(len(ids) - n, len(ids))
-        tokens, pos = tokens.to(self.device), pos.to(self.device)
-        step = self.chunk if self.cache is not None else width
-        went = []
-        for start in range(0, width, step):
-            part = slice(start, start + step)
-            x, plans = self.model.hidden(tokens[:, part], pos[:, part], causal=True, caches=self.cache)
-            went.append(_entered(plans, x))
-        if self.cache is not None:
-            self.kv_bytes = max(self.kv_bytes, self.cache.nbytes)
-        return self.model.head(x[:, -1]).float(), torch.cat(went, 2)
-
-    def select(self, rows: list[int]) -> None:
-        """Go on with these rows."""
-        if self.cache is not None:
-            fewer = len(rows) < self.cache.rows
-            self.cache.select(torch.tensor(rows, dtype=torch.long, device=self.device))
-            if fewer:  # whoever left may have been the longest
-                self.cache.trim()
+    def close(self) -> None:
+        """Add what was held back to the text."""
+        if self.stream is not None:
+            self.stream.finish()
+            self.result.text = self.stream.text
 
 
-def _entered(plans: Plans, x: Tensor) -> Tensor:
-    """(L, B, T) bool: which tokens entered each routed layer."""
-    chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
-    return torch.stack(chosen) if chosen else x.new_zeros(0, *x.shape[:2], dtype=torch.bool)
-
-
-@torch.inference_mode()
-def decode(
-    forward: Forward,
-    todo: list[Generation],
-    sampling: Sampling,
-    *,
-    max_new_tokens: int,
-    seeds: Sequence[int],
-    stop: Sequence[str] = (),
-    tokenizer: TextTokenizer | None = None,
-    computed: int = 0,
-    drawn: int = 0,
-) -> Generator[Event]:
-    """Tokens as they come. `todo` fills up with the results; where it is interrupted or closed, what was held back of
-    the text is added. To go on with a conversation, hand in the `forward` that has its first `computed` tokens in its
-    cache, and how many tokens were `drawn` before."""
-    model = forward.model
-    end = None if tokenizer is None else tokenizer.end
-    draws = Draws(seeds)
-    rows = [
-        _Row(i, list(r.prompt_tokens), None if tokenizer is None else TextStream(tokenizer, stop), r)
-        for i, r in enumerate(todo)
-    ]
-    for result in todo:
-        result.routed = [0] * len(model.config.routed)
-    new = [len(row.ids) - computed for row in rows]
-    seen = _seen(rows, model) if sampling.repetition_penalty != 1 else None
+def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
+    """Tokens as they come; `todo` fills up with the results. Where it is interrupted or closed, the text that was held
+    back is added. What the engine has read of the prompts is not read again; `drawn` is how many tokens were sampled
+    before, in a conversation."""
+    model, tokenizer = engine.model, engine.tokenizer
+    sampler = Sampler(sampling, [result.prompt_tokens for result in todo], model.config.vocab, engine.device, drawn)
+    streams = [None if tokenizer is None else TextStream(tokenizer, sampling.stops) for _ in todo]
+    rows = [_Row(i, result, stream) for i, (result, stream) in enumerate(zip(todo, streams, strict=True))]
     try:
-        for step in range(max_new_tokens):
-            logits, went = forward([row.ids for row in rows], new)
-            check_logits(logits)
-            _note(rows, new, went, forward)
-            uniform = draws.at([row.number for row in rows], drawn + step).to(logits.device)
-            tokens = pick(logits, sampling, seen, uniform)
-            if seen is not None:
-                seen.scatter_(1, tokens[:, None], True)
+        read = engine.lengths.tolist()
+        found = engine.prefill([r.prompt_tokens[n:] for r, n in zip(todo, read, strict=True)])
+        while True:
+            tokens = sampler(found.logits)
+            for row, depths, routed in zip(rows, *found.ways(), strict=True):
+                row.result.note(depths, routed)
             for row, token in zip(rows, tokens.tolist(), strict=True):
-                row.ids.append(token)
-                row.result.finish = _finish(row, token, end, step + 1 == max_new_tokens, model.config.context)
-                yield Event(row.number, token, _said(row, token, end), row.result.depths[-1], row.result.finish)
-            stay = [i for i, row in enumerate(rows) if row.result.finish is None]
-            if not stay:
+                yield row.add(token, _finish(row.result, token, engine, sampling))
+            stay = torch.tensor([i for i, row in enumerate(rows) if row.result.finish is None], device=engine.device)
+            if not len(stay):
                 return
             if len(stay) < len(rows):
-                forward.select(stay)
-                seen = None if seen is None else seen[stay]
-                rows = [rows[i] for i in stay]
-            new = [1] * len(rows)
+                rows, tokens = [rows[i] for i in stay.tolist()], tokens[stay]
+                engine.select(stay)
+                sampler.select(stay)
+            found = engine.step(tokens)
     finally:
         for row in rows:
-            if row.stream is not None:
-                row.stream.finish()
-                row.result.text = row.stream.text
+            row.close()
 
 
-def _note(rows: list[_Row], new: list[int], went: Tensor, forward: Forward) -> None:
-    """Where the tokens of this pass went, for each row: the new ones, or all, where all were computed again."""
-    entered = went.cpu()
-    for b, row in enumerate(rows):
-        result = row.result
-        if forward.cache is None:
-            result.depths, result.routed = journey(entered[:, b], len(row.ids), forward.model)
-            continue
-        depths, counts = journey(entered[:, b], new[b], forward.model)
-        result.depths += depths
-        result.routed = [a + b for a, b in zip(result.routed, counts, strict=True)]
-
-
-def journey(entered: Tensor, tokens: int, model: Decoder) -> tuple[list[int], list[int]]:
-    """entered (L, T), of which the last `tokens` count -> the layers each of them went through, and how many entered
-    each routed layer."""
-    mine = entered[:, entered.shape[1] - tokens :].long()
-    everywhere = model.config.layers - len(mine)
-    return (mine.sum(0) + everywhere).tolist(), mine.sum(1).tolist()
-
-
-def _said(row: _Row, token: int, end: int | None) -> str:
-    """The text that a token adds."""
-    if row.stream is None:
-        row.result.tokens.append(token)
-        return ""
-    text = "" if token == end else row.stream.push(token)
-    if row.stream.stopped:
-        row.result.finish = "stop"
-    if row.result.finish is not None:
-        text += row.stream.finish()
-    row.result.tokens.append(token)
-    row.result.text += text
-    return text
-
-
-def _finish(row: _Row, token: int, end: int | None, last: bool, context: int) -> str | None:
-    if token == end:
+def _finish(result: Generation, token: int, engine: Engine, sampling: Sampling) -> str | None:
+    """Why a token is the last one, or None."""
+    count = len(result.tokens) + 1
+    if engine.tokenizer is not None and token == engine.tokenizer.end:
         return "end"
-    if last:
+    if count == sampling.max_new_tokens:
         return "length"
-    return "context" if len(row.ids) >= context else None
+    return "context" if len(result.prompt_tokens) + count >= engine.model.config.context else None
 
 
-def _seen(rows: list[_Row], model: Decoder) -> Tensor:
-    """(B, V) bool: the tokens of each row so far."""
-    seen = torch.zeros(len(rows), model.config.vocab, dtype=torch.bool)
-    for b, row in enumerate(rows):
-        seen[b, row.ids] = True
-    return seen.to(model.embed.weight.device)
+def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Generator[Event]:
+    """The best continuation of every prompt by log-probability a token; prompts are searched one after another, and
+    the tokens of each come when it is found. Where it is interrupted, the prompt under way keeps the best so far."""
+    config = engine.model.config
+    for number, result in enumerate(todo):
+        beams = Beams(sampling, engine.tokenizer, config.context - len(result.prompt_tokens), len(config.routed))
+        try:
+            engine.restart(1)
+            found = engine.prefill([result.prompt_tokens])
+            while parents := beams.advance(found.logits, *found.ways()):
+                engine.select(torch.tensor(parents, device=engine.device))
+                found = engine.step(torch.tensor([beam.tokens[-1] for beam in beams.going], device=engine.device))
+            result.finish = beams.best.finish
+        finally:
+            best = beams.best
+            texts = pieces(best.tokens, engine.tokenizer, sampling.stops)
+            result.tokens, result.depths, result.routed, result.text = (
+                best.tokens,
+                best.depths,
+                best.routed,
+                "".join(texts),
+            )
+        depths = best.depths[len(result.prompt_tokens) - 1 :]
+        for i, (token, text, depth) in enumerate(zip(best.tokens, texts, depths, strict=True)):
+            yield Event(number, token, text, depth, best.finish if i + 1 == len(texts) else None)
 
 
+def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
+    """Every token of every request, searched or sampled."""
+    if sampling.stops and engine.tokenizer is None:
+        raise InvalidValueError(f"stop is {sampling.stop!r}, but the model has no tokenizer: leave it out")
+    sampling.seeds(len(todo))
+    return search(engine, todo, sampling) if sampling.beams > 1 else decode(engine, todo, sampling, drawn)
+
+
+def _shows_options(function: _F) -> _F:
+    """Give **options the names, defaults and explanations of Sampling, in the function's signature and help."""
+    signature = inspect.signature(function)
+    model, prompts, *own, _ = signature.parameters.values()
+    options = [
+        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+        for option in fields(Sampling)
+    ]
+    function.__signature__ = signature.replace(parameters=[model, prompts, *options, *own])  # type: ignore[attr-defined]
+    function.__doc__ = f"{function.__doc__}{(Sampling.__doc__ or '').partition('Args:')[2]}"
+    return function
+
+
+@_shows_options
 def stream(
-    model: Decoder,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: str | Sequence[str] = (),
-    seed: int | Sequence[int] = 0,
-    cache: bool = True,
-    chunk: int = 512,
+    model: Decoder, prompts: Prompt | Sequence[Prompt], *, cache: bool = True, chunk: int = 512, **options: Any
 ) -> Generator[Event]:
-    """The tokens of `generate` one by one, as they come; the options are those of `generate`."""
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, chunk)
-    return decode(Forward(model, len(todo), cache, chunk), todo, sampling, max_new_tokens=max_new_tokens, **more)
+    """The tokens of `generate` one by one, as they come; with beams, when the best continuation is known.
+
+    Args:"""
+    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
+    return events(Engine(model, len(todo), cache, chunk), todo, sampling)
 
 
+@_shows_options
 def generate(
     model: Decoder,
     prompts: Prompt | Sequence[Prompt],
     *,
-    max_new_tokens: int = 128,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    stop: str | Sequence[str] = (),
-    seed: int | Sequence[int] = 0,
-    beams: int = 1,
     cache: bool = True,
     chunk: int = 512,
     callback: Callable[[Event], None] | None = None,
+    **options: Any,
 ) -> list[Generation]:
-    """Continue every prompt (text, or token ids) by at most `max_new_tokens`; one result for each, in their order.
+    """Continue every prompt (text, or token ids); one result for each, in their order.
 
-    temperature: 0 takes the likeliest token. seed: of every request, or one for each; a request's tokens depend on its
-    prompt and seed alone, whatever else is in the batch. stop: texts at which to end. beams: keep this many of the
-    likeliest continuations instead of sampling. cache: keep keys and values; without, everything is computed again for
-    each token, with the same result (in float32 or better). chunk: tokens of a prompt computed at once. callback: gets
-    each token as it comes; with beams, when the best continuation is known.
-    """
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    sampling.check_beams(beams)
+    A request's tokens depend on its prompt and seed alone, whatever else is in the batch.
+
+    Args:
+        cache: keep keys and values; without, everything is computed again for each token, with the same result (in
+            float32 or better)
+        chunk: tokens of a prompt computed at once
+        callback: gets each token as it comes; with beams, when the best continuation is known"""
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")
-    todo, more = _checked(model, prompts, max_new_tokens, stop, seed, chunk)
-    forward = Forward(model, len(todo), cache, chunk)
-    if beams > 1:
-        from depthgate.generation.beams import search
-
-        events = search(forward, todo, beams, max_new_tokens, more["stop"], more["tokenizer"])
-    else:
-        events = decode(forward, todo, sampling, max_new_tokens=max_new_tokens, **more)
-    for event in events:
+    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
+    for event in events(Engine(model, len(todo), cache, chunk), todo, sampling):
         if callback is not None:
             callback(event)
     return todo
-
-
-def _checked(
-    model: Decoder,
-    prompts: Prompt | Sequence[Prompt],
-    max_new_tokens: int,
-    stop: str | Sequence[str],
-    seed: int | Sequence[int],
-    chunk: int,
-) -> tuple[list[Generation], dict[str, Any]]:
-    """The requests, and what `decode` wants to know of them; what is wrong is said before anything is computed."""
-    tokenizer = getattr(model, "tokenizer", None)
-    todo = requests(model, prompts, tokenizer)
-    check_count(max_new_tokens, "max_new_tokens")
-    check_count(chunk, "chunk")
-    if not isinstance(seed, int | Sequence) or isinstance(seed, str | bytes):
-        raise InvalidValueError(f"seed is {seed!r}: give a whole number, or one for each prompt")
-    seeds = [seed] * len(todo) if isinstance(seed, int) else list(seed)
-    if len(seeds) != len(todo):
-        raise InvalidValueError(f"seed has {len(seeds)} numbers for {len(todo)} prompts: give one, or one for each")
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, Sequence) or any(not isinstance(text, str) or not text for text in stops):
-        raise InvalidValueError(f"stop is {stop!r}: give a text, or a list of texts, none of them empty")
-    if stops and tokenizer is None:
-        raise InvalidValueError(f"stop is {stop!r}, but the model has no tokenizer: leave it out")
-    return todo, {"seeds": seeds, "stop": list(stops), "tokenizer": tokenizer}

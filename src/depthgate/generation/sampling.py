@@ -12,8 +12,6 @@ from torch import Tensor
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.config import Sampling
 
-__all__ = ["Draws", "Sampling", "check_logits", "pick", "weights"]
-
 
 def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, uniform: Tensor | None = None) -> Tensor:
     """A token id for each row of logits, (B, V) -> (B,).
@@ -132,3 +130,35 @@ def _mix(z: Tensor) -> Tensor:
 def _right(z: Tensor, by: int) -> Tensor:
     """Shift right and fill with zeros; >> of a negative number fills with ones."""
     return (z >> by) & ((1 << (64 - by)) - 1)
+
+
+class Sampler:
+    """The next tokens of a batch of requests: each has its own random numbers and knows the tokens it has seen.
+    `drawn` is how many numbers were taken from their streams before."""
+
+    def __init__(
+        self, sampling: Sampling, prompts: Sequence[Sequence[int]], vocab: int, device: torch.device, drawn: int = 0
+    ) -> None:
+        self.sampling, self.drawn = sampling, drawn
+        self.draws = Draws(sampling.seeds(len(prompts)), device)
+        self.requests = torch.arange(len(prompts), device=device)
+        self.seen: Tensor | None = None  # (B, V) bool
+        if sampling.repetition_penalty != 1:
+            self.seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
+            for seen, ids in zip(self.seen, prompts, strict=True):
+                seen[torch.tensor(ids, device=device)] = True
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """(B, V) -> (B,)"""
+        check_logits(logits)
+        uniform = None if self.sampling.greedy else self.draws.at(self.requests, self.drawn)
+        tokens = pick(logits, self.sampling, self.seen, uniform)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens[:, None], True)
+        self.drawn += 1
+        return tokens
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows."""
+        self.requests = self.requests[rows]
+        self.seen = None if self.seen is None else self.seen[rows]
