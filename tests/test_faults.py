@@ -201,7 +201,7 @@ def test_checkpointing_with_dropout_chooses_the_same_tokens_again(reentrant):
             super().__init__()
             self.drop = nn.Dropout(0.5)
             self.mod = MoD(Block(D, Attention(D, 2), SwiGLU(D), dropout=0.5), TopTokens(D, 0.25))
-            self.mod.router.register_forward_hook(lambda module, args, plan: seen.append(plan.index.clone()))
+            self.mod.router.register_forward_hook(lambda module, args, plan: seen.append(plan.tokens.clone()))
 
         def forward(self, x):
             return x + self.mod(self.drop(x))[0]

@@ -10,7 +10,8 @@ _HOMES = {
     "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),
     "depthgate.generation.engine": ("generate", "stream"),
-    "depthgate.layers": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
+    "depthgate.drop_in": ("MixtureOfDepths",),
+    "depthgate.layers": ("MixtureOfExperts", "SoftMoE"),
     "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
     "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from depthgate.errors import DepthgateError as DepthgateError
     from depthgate.generation.engine import generate as generate
     from depthgate.generation.engine import stream as stream
-    from depthgate.layers import MixtureOfDepths as MixtureOfDepths
+    from depthgate.drop_in import MixtureOfDepths as MixtureOfDepths
     from depthgate.layers import MixtureOfExperts as MixtureOfExperts
     from depthgate.layers import SoftMoE as SoftMoE
     from depthgate.loading import load as load

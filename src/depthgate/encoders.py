@@ -19,8 +19,8 @@ from depthgate.errors import (
 )
 from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
-from depthgate.ops.checks import check_tokens
-from depthgate.ops.positions import masked_positions, plain_positions
+from depthgate.ops.tokens import check_tokens
+from depthgate.ops.tokens import masked_positions, plain_positions
 from depthgate.ops.rows import take_rows
 from depthgate.routing import Plans, TopTokens
 
@@ -56,7 +56,7 @@ class _SequenceEncoder(nn.Module):
         pos = plain_positions(x) if mask is None else masked_positions(mask, x)
         if mask is not None:
             x = torch.where(mask[..., None], x, 0.0)  # whatever lies in padding, NaN included
-        plans = Plans(())
+        plans: Plans = ()
         hidden = self.project(x)
         if x.shape[0] and x.shape[1]:
             age = pos.max(1, keepdim=True).values - pos

@@ -1,15 +1,30 @@
-"""Parameters and FLOPs of a decoder from its configuration alone. Imports no torch.
+"""Sizes, parameters and FLOPs of a decoder from its configuration alone. Imports no torch.
 
 A FLOP is a multiply or an add of a matrix product, as torch's FlopCounterMode counts with attention written out: a
 causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice of
 one document a sequence; the empty slots that packed documents need (at most one less than there are) are not counted.
 """
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
 from depthgate.config import ROUTED_KINDS, ModelConfig
-from depthgate.ops.sizes import budget, predictor_hidden, swiglu_hidden
+
+
+def budget(capacity: float, tokens: int) -> int:
+    """k: how many of `tokens` valid tokens are routed. At least one, unless there are none."""
+    return min(tokens, max(1, math.floor(capacity * tokens)))
+
+
+def swiglu_hidden(dim: int) -> int:
+    """The hidden size at which SwiGLU has the weights of a plain MLP four times as wide: 8/3 dim, a multiple of 8."""
+    return -(-8 * dim // 24) * 8
+
+
+def predictor_hidden(dim: int) -> int:
+    """The hidden size of the MLP that predicts a router's choice."""
+    return max(1, min(64, dim // 2))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The decoder language model: a pattern of layers, the residual loop, the head."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +11,12 @@ from depthgate.errors import InvalidValueError
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.ops.sizes import swiglu_hidden
-from depthgate.routing import Plans, RandomTokens, TopTokens
+from depthgate.flops import swiglu_hidden
+from depthgate.routing import Plans, RandomScorer, TopTokens
 
 
 class Output(NamedTuple):
-    """What the model says of every position, and what its routers did."""
+    """Logits of every position, and the plans of all routed layers."""
 
     logits: Tensor  # (B, T, V)
     plans: Plans
@@ -49,21 +49,21 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
         ffn = SwiGLU(dim, hidden)
     block = Block(dim, attention, ffn, norm_eps=config.norm_eps)
     if kind == "random":
-        return MoD(block, RandomTokens(dim, config.capacity))
+        return MoD(block, TopTokens(dim, config.capacity, gate=torch.ones_like, scorer=RandomScorer()))
     if kind in ROUTED_KINDS:
-        return MoD(block, TopTokens(dim, config.capacity, gate=config.gate, rule=config.rule))
+        no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor, and a threshold needs no loss
+        router = TopTokens(
+            dim, config.capacity, gate=config.gate, rule=config.rule, scores_have_no_loss=no_loss
+        )
+        return MoD(block, router)
     return block
 
 
-def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **kwargs: Any) -> tuple[Tensor, Plans]:
-    """x and what each layer adds to it: the one place where residuals are added."""
-    plans = Plans(())
+def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
+    """x plus the updates of the layers, one after another, and their plans."""
+    plans: Plans = ()
     for layer, cache in zip(layers, caches, strict=True):
-        if isinstance(layer, MoD):
-            x, more = layer(x, cache=cache, onto=True, **kwargs)
-        else:
-            update, more = layer(x, cache=cache, **kwargs)
-            x = x + update
+        x, more = layer.add_to(x, cache=cache, **call)  # type: ignore[operator]
         plans += more
     return x, plans
 
@@ -80,16 +80,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.through: Callable[..., tuple[Tensor, Plans]] = residual
-        self.compiled = False
         self.reset_parameters()
-
-    def compile_parts(self) -> None:
-        """torch.compile what a few layers do, once for the whole pattern, and the loss; anew for every shape."""
-        # Kinds, training and evaluation, and stages of a falling capacity are all versions of one function.
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        self.through = torch.compile(residual, dynamic=False)
-        self.compiled = True
 
     def reset_parameters(self) -> None:
         """Normal weights of 0.02; those that write into the residual smaller, so that depth does not add up."""
@@ -109,22 +100,22 @@ class Decoder(nn.Module):
         doc: Tensor | None = None,
         causal: bool = False,
         caches: Sequence[KeyValues] | None = None,
+        max_documents: int | None = None,
     ) -> tuple[Tensor, Plans]:
-        """What the head reads (B, T, D), and the plans of all routed layers."""
+        """The input of the head (B, T, D), and the plans of all routed layers."""
         self._check(tokens)
         x = self.embed(tokens)
         plain = pos is None and doc is None and caches is None
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        plans = Plans(())
-        # What is compiled is compiled as one: a layer reads what the one before it adds up.
-        span = max(2, len(self.config.pattern.split(","))) if self.compiled else 1
-        for i in range(0, len(self.layers), span):
-            layers = list(self.layers)[i : i + span]
-            kept = [None] * len(layers) if caches is None else caches[i : i + span]
-            x, more = self.through(layers, kept, x, pos=pos, doc=doc, causal=causal, plain=plain)
-            plans += more
+        each = [None] * len(self.layers) if caches is None else caches
+        call = {"pos": pos, "doc": doc, "causal": causal, "plain": plain, "max_documents": max_documents}
+        x, plans = self.through_layers(x, each, **call)
         return self.norm(x), plans
+
+    def through_layers(self, x: Tensor, caches: Sequence[Any], **call: Any) -> tuple[Tensor, Plans]:
+        """The residual stream after all layers. `train` overrides it, to compile a few layers at a time."""
+        return residual(list(self.layers), caches, x, **call)
 
     def forward(
         self,
@@ -146,12 +137,16 @@ class Decoder(nn.Module):
         pos: Tensor | None = None,
         doc: Tensor | None = None,
         causal: bool = False,
+        max_documents: int | None = None,
     ) -> tuple[Tensor, Plans]:
         """Mean cross-entropy in nats over targets (B, T) that are not negative, and the plans. The logits are made a
         part at a time and never held whole."""
-        x, plans = self.hidden(tokens, pos, doc, causal)
-        loss = linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), compiled=self.compiled)
-        return loss, plans
+        x, plans = self.hidden(tokens, pos, doc, causal, max_documents=max_documents)
+        return self.head_loss(x.flatten(0, 1), targets.flatten()), plans
+
+    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy of the head over rows x (N, D). `train` overrides it, to compile it."""
+        return linear_cross_entropy(x, self.head.weight, targets)
 
     def _check(self, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor) or tokens.ndim != 2:
@@ -159,7 +154,7 @@ class Decoder(nn.Module):
             raise InvalidValueError(f"tokens is {got}: it must be a tensor of shape (batch, tokens)")
         if tokens.dtype not in (torch.int64, torch.int32):
             raise InvalidValueError(f"tokens has dtype {tokens.dtype}: it must be int64 or int32")
-        # A CUDA device would have to be waited for: whoever has ids from elsewhere checks them before.
+        # On CUDA the check would wait for the device: ids from elsewhere are to be checked before they get there.
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = (int(t) for t in tokens.aminmax())
             if low < 0 or high >= self.config.vocab:

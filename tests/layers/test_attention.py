@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from depthgate.layers.attention import Attention
-from depthgate.ops.rope import rope as turn
-from depthgate.ops.rope import rotation
+from depthgate.ops.attention import rope as turn
+from depthgate.ops.attention import rotation
 from tests.conftest import close
 
 

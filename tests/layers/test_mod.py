@@ -8,7 +8,7 @@ from torch import nn
 
 import depthgate as dg
 from depthgate.layers import Attention, Block, MixtureOfDepths, MixtureOfExperts, MoD, SwiGLU
-from depthgate.ops.positions import masked_positions
+from depthgate.ops.tokens import masked_positions
 from depthgate.routing import RULES, TopTokens, update_thresholds
 from tests.conftest import close
 
@@ -67,7 +67,7 @@ def test_the_block_sees_exactly_k_rows_of_x(training, B, T, capacity):
     for b in range(B):
         where = [(x[b] == row).all(-1).nonzero().item() for row in rows[b]]
         assert where == sorted(where)
-        assert where == plans[0].index[b, 0].tolist()
+        assert where == plans[0].tokens[b, 0].tolist()
         skipped = [t for t in range(T) if t not in where]
         assert torch.equal(y[b, skipped], x[b, skipped])
         assert (y[b, where] != x[b, where]).any(-1).all()
@@ -94,7 +94,7 @@ def test_routed_tokens_attend_among_themselves_at_their_own_positions():
     x = torch.randn(2, 10, D, dtype=torch.float64)
     update, (plan,) = MoD(inner, router)(x)
     for b in range(2):
-        picked = plan.index[b, 0]
+        picked = plan.tokens[b, 0]
         alone, _ = inner(x[b : b + 1, picked], pos=picked[None])
         close(update[b, picked], plan.gates[b, 0, :, None] * alone[0])
         renumbered, _ = inner(x[b : b + 1, picked])
@@ -167,7 +167,7 @@ def test_nobody_enters_and_nothing_is_computed():
     with torch.no_grad():
         update, (plan,) = layer(x, causal=True)
     assert (update == 0).all()
-    assert plan.index.shape == (2, 1, 0)
+    assert plan.tokens.shape == (2, 1, 0)
     wrapped = MixtureOfDepths(Never(), D, 0.5, rule=layer.router.rule)
     with torch.no_grad():
         assert torch.equal(wrapped(x, causal=True)[0], x)
@@ -224,7 +224,7 @@ def test_a_block_with_a_padding_mask_gets_ragged_rows_in_one_call():
     hidden = ~mask
     hidden[0, :4] = True
     z, (plan,) = layer(x, mask=mask, src_key_padding_mask=hidden)
-    picked = plan.index[0, 0]
+    picked = plan.tokens[0, 0]
     alone = plain(x[:1, picked], src_key_padding_mask=hidden[:1, picked])
     gates = plan.gates[0, 0, :, None]
     close(z[0, picked], (1 - gates) * x[0, picked] + gates * alone[0])
@@ -373,7 +373,7 @@ def test_transformer_encoder_layer_with_padding_equals_rows_alone():
 def test_a_block_that_routes_hands_its_plans_on():
     inner = MixtureOfDepths(Recorder(1.0), D, 0.5)
     _, plans = MixtureOfDepths(inner, D, 0.5)(torch.randn(2, 16, D))
-    assert [p.index.shape[-1] for p in plans] == [8, 4]
+    assert [p.tokens.shape[-1] for p in plans] == [8, 4]
 
 
 # 12. Staged MoDE by composition: the experts see routed tokens only.
@@ -382,7 +382,7 @@ def test_staged_mode_is_mod_around_a_block_with_experts():
     layer = MoD(block(ffn=moe), TopTokens(D, 0.25))
     x = torch.randn(2, 16, D)
     update, (plan, inner) = layer(x)
-    assert plan.index.shape == (2, 1, 4)
+    assert plan.tokens.shape == (2, 1, 4)
     assert inner.scores.shape == (2, 4, 4)
     assert (update[~plan.chosen[..., 0]] == 0).all()
     for causal in (False, True):
@@ -404,7 +404,7 @@ def test_empty_in_empty_out(shape):
 @pytest.mark.parametrize("T", range(1, 8))
 def test_short_rows_route_one(T):
     _, (plan,) = MixtureOfDepths(Recorder(), D, 0.125)(torch.randn(2, T, D))
-    assert plan.index.shape == (2, 1, 1)
+    assert plan.tokens.shape == (2, 1, 1)
 
 
 def test_dense_skips_cost_nothing():
@@ -441,7 +441,7 @@ def test_gradients_equal_those_of_a_written_out_layer():
     slow_rows = []
     for b in range(2):
         rows = list(x[b])
-        for t in plan.index[b, 0].tolist():
+        for t in plan.tokens[b, 0].tolist():
             g = 1 + torch.tanh(scores[b, t])
             rows[t] = (1 - g) * x[b, t] + g * lin(x[b, t])
         slow_rows.append(torch.stack(rows))

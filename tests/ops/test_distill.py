@@ -6,7 +6,7 @@ from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from depthgate.ops import reference
-from depthgate.ops.distill import linear_distillation
+from depthgate.ops.loss import linear_distillation
 
 TARGETS = torch.tensor([3, -1, 0, 8, 2, -1, 5])
 

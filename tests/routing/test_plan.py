@@ -131,7 +131,7 @@ def test_merge_is_exact_at_gate_one_and_for_an_equal_row():
     new = torch.randn_like(rows)
     expected = x.clone()
     for b in range(2):
-        expected[b, plan.index[b, 0]] = new[b, 0]
+        expected[b, plan.tokens[b, 0]] = new[b, 0]
     assert torch.equal(ones.merge(x, new), expected)
 
 
@@ -144,7 +144,7 @@ def test_merge_by_hand_and_gradcheck():
     for b in range(2):
         for c in range(3):
             if plan.filled[b, 0, c]:
-                t, g = plan.index[b, 0, c], plan.gates[b, 0, c]
+                t, g = plan.tokens[b, 0, c], plan.gates[b, 0, c]
                 expected[b, t] = (1 - g) * x[b, t] + g * rows[b, 0, c]
     close(y, expected)
     assert gradcheck(plan.merge, (x, rows))

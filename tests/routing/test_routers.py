@@ -33,7 +33,7 @@ def test_top_tokens_routes_exactly_k_valid_tokens_ascending(size, capacity, data
     valid = torch.ones(B, T, dtype=torch.bool) if pos is None else pos >= 0
     assert plan.scores.dtype is torch.float32
     for b in range(B):
-        routed = plan.index[b, 0] if plan.filled is None else plan.index[b, 0][plan.filled[b, 0]]
+        routed = plan.tokens[b, 0] if plan.filled is None else plan.tokens[b, 0][plan.filled[b, 0]]
         n = int(valid[b].sum())
         assert len(routed) == (max(1, math.floor(capacity * n)) if n else 0)
         assert routed.tolist() == sorted(set(routed.tolist()))
@@ -55,8 +55,8 @@ def test_a_row_is_routed_the_same_in_any_batch(size, capacity):
     B, T = size
     router = TopTokens(8, capacity)
     x = torch.randn(B, T, 8)
-    alone = torch.cat([router(x[b : b + 1]).index for b in range(B)])
-    assert torch.equal(router(x).index, alone)
+    alone = torch.cat([router(x[b : b + 1]).tokens for b in range(B)])
+    assert torch.equal(router(x).tokens, alone)
 
 
 @given(SIZES, CAPACITY, st.data())
@@ -81,7 +81,7 @@ def test_equal_and_odd_scores_give_exactly_k_and_finite_gates(gate, value):
     router = TopTokens(4, 0.25, gate=gate)
     router.proj.forward = lambda x, valid=None: torch.full((*x.shape[:2], 1), value)
     plan = router(torch.randn(2, 16, 4))
-    assert plan.index.tolist() == [[[0, 1, 2, 3]]] * 2
+    assert plan.tokens.tolist() == [[[0, 1, 2, 3]]] * 2
     assert plan.gates.isfinite().all()
     assert plan.gates.bfloat16().isfinite().all()
     assert bool(has_nan(plan)) is math.isnan(value)
@@ -92,7 +92,7 @@ def test_nan_never_wins():
     with torch.no_grad():
         router.proj.weight.fill_(1.0)
     x = torch.tensor([[[math.nan], [-5.0], [math.nan], [-7.0]]])
-    assert router(x).index.tolist() == [[[1, 3]]]
+    assert router(x).tokens.tolist() == [[[1, 3]]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -142,7 +142,7 @@ def test_causal_counts_are_ragged_and_padding_stays_out():
     expected = (plan.scores[..., 0] >= 0) & (pos >= 0)
     assert torch.equal(plan.chosen[..., 0], expected)
     assert torch.equal(plan.causal_choice[..., 0], expected)
-    assert plan.index.shape[-1] == expected.sum(1).max()
+    assert plan.tokens.shape[-1] == expected.sum(1).max()
 
 
 def test_kept_tokens_come_first():
@@ -252,9 +252,9 @@ def test_a_random_router_takes_its_share_by_chance_and_again_the_same_once_train
     x = torch.randn(2, 4000, 8)
     assert list(router.parameters()) == []
     a, b = router(x), router(x)
-    assert a.index.shape == (2, 1, 1000)
-    assert not torch.equal(a.index, b.index)  # drawn anew while it trains
-    assert 0.2 < torch.isin(a.index[0, 0], a.index[1, 0]).float().mean() < 0.3  # rows apart from each other
+    assert a.tokens.shape == (2, 1, 1000)
+    assert not torch.equal(a.tokens, b.tokens)  # drawn anew while it trains
+    assert 0.2 < torch.isin(a.tokens[0, 0], a.tokens[1, 0]).float().mean() < 0.3  # rows apart from each other
     assert torch.equal(a.gates, torch.ones_like(a.gates))
     router.eval()
     other.eval()

@@ -83,7 +83,7 @@ def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
 def _nobody_enters(plans):
     """The plans as they are where the routed layer takes no token: its experts have none."""
     outer = plans[1]
-    empty = outer._replace(index=outer.index[..., :0], gates=outer.gates[..., :0])
+    empty = outer._replace(tokens=outer.tokens[..., :0], gates=outer.gates[..., :0])
     return Plans([plans[0], empty if outer.filled is None else empty._replace(filled=outer.filled[..., :0])])
 
 

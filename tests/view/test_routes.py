@@ -36,7 +36,7 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
         plans = [p for p in model(part, causal=True).plans if isinstance(p, Slots)]
         for i, plan in enumerate(plans):
             assert data["scores"][i][start : start + width] == pytest.approx(plan.scores[0, :, 0].tolist(), abs=1e-3)
-            gates = dict(zip(plan.index[0, 0].tolist(), plan.gates[0, 0].tolist(), strict=True))
+            gates = dict(zip(plan.tokens[0, 0].tolist(), plan.gates[0, 0].tolist(), strict=True))
             for t, gate in enumerate(data["gates"][i][start : start + width]):
                 wanted = gates[t] if plan.chosen[0, t, 0] else 0.0
                 assert gate == pytest.approx(wanted, abs=1e-3)

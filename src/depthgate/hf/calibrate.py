@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from depthgate.data.batches import Rows
+from depthgate.flops import budget
 from depthgate.hf.adapter import HFLanguageModel
-from depthgate.ops.sizes import budget
 from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
 

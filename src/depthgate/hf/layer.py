@@ -59,7 +59,7 @@ class RoutedLayer(_Layer):
         if tokens.valid is not None:
             pos = torch.where(tokens.valid, start + torch.arange(x.shape[1], device=x.device), -1)
         plan = self._plan(x, pos, causal, tokens.doc, store)
-        y = x if plan.index.shape[-1] == 0 else self._through(x, plan, start, tokens.doc, store, call)
+        y = x if plan.tokens.shape[-1] == 0 else self._through(x, plan, start, tokens.doc, store, call)
         if store is not None:
             store.advance(x.shape[1])
         return teach(y, plan, self.router, self.rule_loss)
@@ -109,10 +109,10 @@ class RoutedLayer(_Layer):
             if isinstance(values, tuple):
                 return tuple(chosen(value) for value in values)
             if values.shape[0] == 1:  # the same in all rows
-                return values[0][part.index[:, 0]]
+                return values[0][part.tokens[:, 0]]
             return part.dispatch(values if rows is None else values[rows])[:, 0]
 
-        slots = start + part.index[:, 0]
+        slots = start + part.tokens[:, 0]
         if part.filled is not None:
             slots = torch.where(part.filled[:, 0], slots, -1)
         before = store is not None and store.slots is not None
@@ -144,7 +144,7 @@ class RoutedLayer(_Layer):
         if torch.is_grad_enabled():
             return None, plan
         rows = plan.filled[:, 0].any(1).nonzero()[:, 0]
-        return (None, plan) if len(rows) == len(plan.index) else (rows, plan.rows(rows, plan.index.shape[-1]))
+        return (None, plan) if len(rows) == len(plan.tokens) else (rows, plan.rows(rows, plan.tokens.shape[-1]))
 
     def _window(self) -> int | None:
         """How many slots back attention looks, its own among them; None: all. Configs may name a window that their

@@ -17,7 +17,7 @@ from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
-from depthgate.ops.distill import linear_distillation
+from depthgate.ops.loss import linear_distillation
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing import Slots, Threshold, routed_share
 

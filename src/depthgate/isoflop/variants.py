@@ -7,7 +7,7 @@ from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig
 from depthgate.errors import InvalidValueError
-from depthgate.ops.sizes import swiglu_hidden
+from depthgate.flops import swiglu_hidden
 
 # Norms of queries and keys, and gates of one, were best in what docs/log.md tells of.
 _DENSE = {"pattern": "dense", "qk_norm": True}

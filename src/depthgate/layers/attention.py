@@ -7,10 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
-from depthgate.ops.attention import cached_attention, can_pack, packed_attention
-from depthgate.ops.checks import check_per_token, check_tokens
-from depthgate.ops.positions import plain_positions
-from depthgate.ops.rope import rope, rotation
+from depthgate.ops.attention import cached_attention, can_pack, packed_attention, rope, rotation
+from depthgate.ops.tokens import check_per_token, check_tokens, plain_positions
 
 
 class KeyValues(Protocol):
@@ -49,9 +47,6 @@ class Attention(nn.Module):
             )
         self.rope_base = check_positive(rope_base, "rope_base")
         self.bidirectional = bidirectional
-        # The most documents a row may hold, where the caller knows, and knows that each is one run of tokens in order,
-        # as in packed training data: CUDA then needs no mask.
-        self.max_documents: int | None = None
         self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=False)
         self.q_norm = nn.RMSNorm(self.head_dim, norm_eps) if qk_norm else nn.Identity()
@@ -64,6 +59,7 @@ class Attention(nn.Module):
         doc: Tensor | None = None,
         cache: KeyValues | None = None,
         plain: bool = False,
+        max_documents: int | None = None,
     ) -> Tensor:
         check_tokens(x, self.dim)
         B, T, _ = x.shape
@@ -79,8 +75,8 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).split((H, G, G), dim=2)
         cos, sin = rotation(pos, d // 2, self.rope_base, torch.promote_types(x.dtype, torch.float32))
         q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
-        if doc is not None and self.max_documents is not None and can_pack(v) and not self.bidirectional:
-            y = packed_attention(q, k, v, doc, self.max_documents)
+        if doc is not None and max_documents is not None and can_pack(v) and not self.bidirectional:
+            y = packed_attention(q, k, v, doc, max_documents)
             return self.out(y.reshape(B, T, H * d))  # type: ignore[no-any-return]
         q, k, v, key_pos = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pos
         if cache is not None:

@@ -1,4 +1,4 @@
-"""The pre-norm transformer block, as an update: what it adds to x, without x."""
+"""The pre-norm transformer block as an update, without the residual."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_probability
 from depthgate.layers.attention import Attention
-from depthgate.ops.checks import check_tokens
+from depthgate.ops.tokens import check_tokens
 from depthgate.routing.plan import Plans
 
 
@@ -35,9 +35,15 @@ class Block(nn.Module):
         cache: Any = None,
         causal: bool = False,
         plain: bool = False,
+        max_documents: int | None = None,
     ) -> tuple[Tensor, Plans]:
         check_tokens(x, self.dim)
-        attended = self.attention(self.attention_norm(x), pos, doc, cache, plain)
+        attended = self.attention(self.attention_norm(x), pos, doc, cache, plain, max_documents)
         attended = self.dropout(attended)
         fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, doc=doc, causal=causal, plain=plain)
         return attended + self.dropout(fed), plans
+
+    def add_to(self, x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
+        """x plus the update, and the plans."""
+        update, plans = self(x, **call)
+        return x + update, plans

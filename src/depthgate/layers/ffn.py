@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_choice, check_count
-from depthgate.ops.checks import check_tokens
+from depthgate.ops.tokens import check_tokens
 from depthgate.ops.matmul import expert_matmul, grouped_matmul
-from depthgate.ops.sizes import swiglu_hidden
+from depthgate.flops import swiglu_hidden
 from depthgate.routing.plan import Plans
 
 
@@ -32,7 +32,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Plans]:
         check_tokens(x, self.dim)
-        return self.down(swiglu(self.up(x))), Plans(())
+        return self.down(swiglu(self.up(x))), ()
 
 
 # name -> (how many times `hidden` the first product is wide, what follows it)

@@ -11,19 +11,19 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count
 from depthgate.layers.ffn import Experts, SwiGLU
-from depthgate.ops.checks import check_tokens
-from depthgate.ops.positions import masked_positions
-from depthgate.ops.sizes import swiglu_hidden
+from depthgate.ops.tokens import check_tokens
+from depthgate.ops.tokens import masked_positions
+from depthgate.flops import swiglu_hidden
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import TopExperts, TopTokens
 
 
 class MixtureOfExperts(nn.Module):
-    """A feed-forward of which each token uses a part: returns what it adds, without the residual.
+    """A feed-forward of which each token uses a part. Returns the update, without the residual.
 
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
     choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts), gated by the
-    token's probability for it; tokens nobody takes get nothing. With causal=True its `rule` (threshold unless told)
+    token's probability for it; tokens that no expert takes get nothing. With causal=True its `rule` (threshold unless told)
     decides token by token; before the first update of the threshold every expert takes every token.
     `shared_experts` are always on: together one SwiGLU of that many times `hidden`.
     """
@@ -84,17 +84,16 @@ class MixtureOfExperts(nn.Module):
         if mask is not None:
             pos, plain = masked_positions(mask, x), False
         pos = None if plain else pos
-        T = x.shape[1]
         if isinstance(self.router, TopExperts):
             plan = self.router(x, pos)
-            update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends, plan.complete), T)
+            update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends, plan.complete))
         else:
             plan = self.router(x, pos, causal, doc=doc)
             real = plan.first_experts(self.num_experts)
-            update = real.combine(self.experts(real.dispatch(x, fill=0)), T)
+            update = real.combine(self.experts(real.dispatch(x, fill=0)))
         if self.shared is not None:
             update = update + self._shared(x, pos)
-        return update, Plans((plan,))
+        return update, (plan,)
 
     def _shared(self, x: Tensor, pos: Tensor | None) -> Tensor:
         """The shared expert of every real token; padding, whatever lies in it, gets 0."""

@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.layers.ffn import Experts
-from depthgate.ops.checks import check_tokens
-from depthgate.ops.positions import masked_positions
+from depthgate.ops.tokens import check_tokens
+from depthgate.ops.tokens import masked_positions
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import SoftSlots
 
 
 class SoftMoE(nn.Module):
-    """A fully differentiable feed-forward: Y = C experts(D^T X). Returns what it adds, without the residual.
+    """A fully differentiable feed-forward: Y = C experts(D^T X). Returns the update, without the residual.
 
     Experts are GELU networks with biases, four times as wide as `dim` unless `hidden` says otherwise.
     """
@@ -43,4 +43,4 @@ class SoftMoE(nn.Module):
         if doc is not None:
             raise InvalidValueError("Soft MoE mixes all tokens of a row: pass one document a row, not doc")
         plan = self.router(x, None if plain else pos, causal)
-        return plan.combine(self.experts(plan.dispatch(x)), x.shape[1]), Plans((plan,))
+        return plan.combine(self.experts(plan.dispatch(x))), (plan,)

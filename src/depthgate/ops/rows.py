@@ -21,19 +21,21 @@ def _shaped(x: Tensor, *shape: int) -> Tensor:
     return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
 
 
-def fusing(x: Tensor) -> bool:
-    """Whether a gather is fused into what reads it, and so better than a scatter, which reads fewer rows."""
-    return x.is_cuda and torch.compiler.is_compiling()
+def inverse_for_gathering(slot: Tensor | None, x: Tensor) -> Tensor | None:
+    """slot (B, T, E) -> (B, T), where compiled CUDA code fuses gathers into what reads them: a gather by this inverse
+    then writes no zeros and adds nothing by atomics. None where a scatter, which reads fewer rows, is better."""
+    fusing = x.is_cuda and torch.compiler.is_compiling()
+    return slot[..., 0] if slot is not None and slot.shape[-1] == 1 and fusing else None
 
 
-def take_rows(x: Tensor, index: Tensor, place: Tensor | None = None) -> Tensor:
+def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None) -> Tensor:
     """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]].
 
-    With `place` (B, T), the inverse of `index` (-1 for rows that are not taken), gradients come back by a gather; those
-    of a row that `place` does not name are dropped.
+    With the `inverse` (B, T) of `index`, -1 for tokens that are not taken, gradients come back by a gather; those of a
+    row that it does not name are dropped.
     """
-    if place is not None:
-        return _Take.apply(x, index, place)  # type: ignore[no-any-return, no-untyped-call]
+    if inverse is not None:
+        return _Take.apply(x, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
     B, T = x.shape[:2]
     features = x.shape[2:]
     if x.numel() == 0:
@@ -43,15 +45,15 @@ def take_rows(x: Tensor, index: Tensor, place: Tensor | None = None) -> Tensor:
     return _shaped(rows.gather(0, flat[:, None].expand(-1, rows.shape[1])), B, index.shape[1], *features)
 
 
-def add_rows(rows: Tensor, index: Tensor, T: int, place: Tensor | None = None) -> Tensor:
+def add_rows(rows: Tensor, index: Tensor, T: int, inverse: Tensor | None = None) -> Tensor:
     """rows (B, N, D), index (B, N) -> (B, T, D): each row added at its index onto zeros.
 
-    With `place` (B, T), the inverse of an `index` without repeats, it is a gather instead: rows that `place` does not
-    name are not added, though they get a gradient as if they were.
+    With the `inverse` (B, T) of an `index` without repeats it is a gather instead: rows that it does not name are not
+    added, though they get a gradient as if they were.
     Where an index repeats (expert choice), CUDA adds in any order unless `torch.use_deterministic_algorithms`.
     """
-    if place is not None:
-        return _Put.apply(rows, index, place)  # type: ignore[no-any-return, no-untyped-call]
+    if inverse is not None:
+        return _Put.apply(rows, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
     B, N, D = rows.shape
     flat = _flat(index, T)
     target = rows.new_zeros(B * T, D)
@@ -71,28 +73,28 @@ def put_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return _shaped(x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)), B, T, D)
 
 
-def _placed(rows: Tensor, place: Tensor) -> Tensor:
-    """rows (B, N, ...), place (B, T) -> (B, T, ...): the row at each place, zeros where it is negative."""
-    there = (place >= 0).reshape(*place.shape, *[1] * (rows.ndim - 2))
-    return torch.where(there, take_rows(rows, place.clamp(min=0)), 0.0)
+def _by_inverse(rows: Tensor, inverse: Tensor) -> Tensor:
+    """rows (B, N, ...), inverse (B, T) -> (B, T, ...): the row that each token has, zeros where it is negative."""
+    there = (inverse >= 0).reshape(*inverse.shape, *[1] * (rows.ndim - 2))
+    return torch.where(there, take_rows(rows, inverse.clamp(min=0)), 0.0)
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return take_rows(x, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _placed(grads[0], ctx.saved_tensors[0]), None, None
+        return _by_inverse(grads[0], ctx.saved_tensors[0]), None, None
 
 
 class _Put(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(index)
-        return _placed(rows, place)
+        return _by_inverse(rows, inverse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -1,12 +1,12 @@
 """Who computes: routers look at tokens and return plans; losses and metrics are functions of plans."""
 
 from depthgate.routing.causal import RULES, Predictor, Rule, Scores, Threshold
-from depthgate.routing.chance import RandomTokens
 from depthgate.routing.gates import GATES, Gate, one_plus_tanh, raw, sigmoid, straight_through
-from depthgate.routing.losses import causal_bce, load_balance, predictor_bce, z_loss
+from depthgate.routing.losses import causal_bce, load_balance, z_loss
 from depthgate.routing.metrics import agreement, has_nan, predictor_accuracy, routed_share
 from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
 from depthgate.routing.routers import SoftSlots, TopExperts, TopTokens, update_thresholds
+from depthgate.routing.scorer import RandomScorer
 
 __all__ = [
     "GATES",
@@ -16,7 +16,7 @@ __all__ = [
     "Plan",
     "Plans",
     "Predictor",
-    "RandomTokens",
+    "RandomScorer",
     "Rule",
     "Scores",
     "Slots",
@@ -31,7 +31,6 @@ __all__ = [
     "load_balance",
     "one_plus_tanh",
     "predictor_accuracy",
-    "predictor_bce",
     "raw",
     "routed_share",
     "sigmoid",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count, check_probability
 from depthgate.ops.select import budgets
-from depthgate.ops.sizes import predictor_hidden
+from depthgate.flops import predictor_hidden
 
 
 class Rule(Protocol):

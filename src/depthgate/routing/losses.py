@@ -33,9 +33,6 @@ def causal_bce(plan: Slots) -> Tensor:
     return valid_mean(F.binary_cross_entropy_with_logits(logits, target, reduction="none"), plan.valid)
 
 
-predictor_bce = causal_bce  # by the name it has where the rule is a predictor
-
-
 def plan_of_top_k(plan: Slots, what: str) -> Slots:
     """The plan, if it is one of Slots chosen by the top k: what a causal rule is compared with."""
     if not isinstance(plan, Slots) or plan.causal:

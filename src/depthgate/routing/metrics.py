@@ -18,7 +18,7 @@ def routed_share(plan: Plan) -> Tensor:
     if isinstance(plan, Slots):
         return valid_mean(plan.chosen.float(), plan.valid)
     if isinstance(plan, Groups):
-        return valid_mean((plan.place < plan.ends[-1]).float(), plan.valid)
+        return valid_mean(plan.computed.float(), plan.valid)
     return torch.ones((), device=a_plan(plan, "routed_share").scores.device)
 
 

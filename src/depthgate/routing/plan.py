@@ -1,22 +1,19 @@
 """Plans: where tokens are computed, and how they come back.
 
 A plan is an immutable tuple of tensors with two methods: `dispatch(x)` takes tokens (B, T, ...) to rows,
-`combine(rows, T)` takes computed rows back to an update (B, T, D), weighted by the gates.
+`combine(rows)` takes computed rows back to an update (B, T, D), weighted by the gates.
 
     Slots   experts pick tokens: expert choice, and Mixture-of-Depths with E = 1     rows (B, E, C, ...)
     Groups  tokens pick experts: rows sorted by expert, none dropped                 rows (N, ...)
     Soft    every slot is a weighted mean of all tokens: Soft MoE                    rows (B, E, C, ...)
 """
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from depthgate.ops.rows import add_at, add_rows, fusing, put_rows, take_rows
+from depthgate.ops.rows import add_at, add_rows, inverse_for_gathering, put_rows, take_rows
 
 
 class Slots(NamedTuple):
@@ -26,45 +23,39 @@ class Slots(NamedTuple):
     point at other tokens (padding perhaps), and are computed and thrown away; `chosen` leaves them out.
     """
 
-    index: Tensor  # type: ignore[assignment]  # (B, E, C) the token in each slot; no token twice for one expert
+    tokens: Tensor  # (B, E, C) the token in each slot; no token twice for one expert
     gates: Tensor  # (B, E, C) fp32, 0 in empty slots
-    scores: Tensor  # (B, T, E) fp32, what the router said
+    scores: Tensor  # (B, T, E) fp32 logits of the router
     decision: Tensor  # (B, T, E) fp32 logit of the causal rule: it routes a token where this is >= 0
     filled: Tensor | None = None  # (B, E, C) bool; None: every slot is filled
     valid: Tensor | None = None  # (B, T) bool; None: no padding
     causal: bool = False  # chosen by the causal rule instead of the top k
-    place: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none; None: nobody has asked
+    slot: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none: the inverse of `tokens`, where known
 
     def dispatch(self, x: Tensor, fill: int | None = None) -> Tensor:
         """x (B, T, ...) -> (B, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
-        B, E, C = self.index.shape
-        # Empty slots are masked below, or there are none: gradients flow to the tokens that have a place alone.
+        B, E, C = self.tokens.shape
+        # Empty slots are masked below, or there are none: gradients flow to the tokens that have a slot alone.
         masked = fill is not None or self.filled is None
-        place = self._place_for_gathering(x) if masked and x.is_floating_point() else None
-        rows = take_rows(x, self.index.reshape(B, E * C), place).reshape(B, E, C, *x.shape[2:])
+        inverse = inverse_for_gathering(self.slot, x) if masked and x.is_floating_point() else None
+        rows = take_rows(x, self.tokens.reshape(B, E * C), inverse).reshape(B, E, C, *x.shape[2:])
         if fill is None or self.filled is None:
             return rows
         return rows.masked_fill(~self.filled.reshape(B, E, C, *[1] * (x.ndim - 2)), fill)
 
-    def combine(self, rows: Tensor, T: int) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """rows (B, E, C, D) -> update (B, T, D): the sum over a token's slots of gate * row, 0 where it has none."""
         B, E, C, D = rows.shape
-        weighted = self._weighted(rows)
-        place = self._place_for_gathering(rows)
-        return add_rows(weighted.reshape(B, E * C, D), self.index.reshape(B, E * C), T, place)
+        tokens, inverse = self.tokens.reshape(B, E * C), inverse_for_gathering(self.slot, rows)
+        return add_rows(self._weighted(rows).reshape(B, E * C, D), tokens, self.scores.shape[1], inverse)
 
     def add(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x (B, T, D), rows (B, 1, C, D) -> x + combine(rows, T), of which only the routed tokens are computed."""
-        return add_at(x, self._weighted(rows)[:, 0], self.index[:, 0])
+        """x (B, T, D), rows (B, 1, C, D) -> x + combine(rows), of which only the routed tokens are computed."""
+        return add_at(x, self._weighted(rows)[:, 0], self.tokens[:, 0])
 
     def _weighted(self, rows: Tensor) -> Tensor:
         weighted = rows * self.gates[..., None].to(rows.dtype)
         return weighted if self.filled is None else torch.where(self.filled[..., None], weighted, 0.0)
-
-    def _place_for_gathering(self, x: Tensor) -> Tensor | None:
-        """The place (B, T) of every token, where compiled CUDA code can fuse gathers into what reads them: no zeros
-        are written, and nothing is added by atomics."""
-        return self.place[..., 0] if self.place is not None and self.index.shape[1] == 1 and fusing(x) else None
 
     def merge(self, x: Tensor, rows: Tensor, old: Tensor | None = None) -> Tensor:
         """Rows that carry their own residual: x (B, T, D), rows (B, 1, C, D) -> x with each routed token taken from
@@ -78,18 +69,18 @@ class Slots(NamedTuple):
         new = new + (self.gates[:, 0, :, None] - 1).to(wide) * step
         if self.filled is not None:
             new = torch.where(self.filled[:, 0, :, None], new, old)
-        return put_rows(x.to(dtype), self.index[:, 0], new.to(dtype))
+        return put_rows(x.to(dtype), self.tokens[:, 0], new.to(dtype))
 
     def first_experts(self, n: int) -> "Slots":
         """The slots of the first n experts alone (those after them are null: their slots hold no work)."""
         filled = None if self.filled is None else self.filled[:, :n]
-        place = None if self.place is None else self.place[..., :n]
-        return self._replace(index=self.index[:, :n], gates=self.gates[:, :n], filled=filled, place=place)
+        slot = None if self.slot is None else self.slot[..., :n]
+        return self._replace(tokens=self.tokens[:, :n], gates=self.gates[:, :n], filled=filled, slot=slot)
 
     def rows(self, batch: Tensor, slots: int) -> "Slots":
         """The plan of some rows of the batch (N,), cut to their first slots."""
         return Slots(
-            self.index[batch, :, :slots],
+            self.tokens[batch, :, :slots],
             self.gates[batch, :, :slots],
             self.scores[batch],
             self.decision[batch],
@@ -101,15 +92,16 @@ class Slots(NamedTuple):
     @property
     def chosen(self) -> Tensor:
         """(B, T, E) bool: the tokens this plan routes."""
-        if self.place is not None:
-            return self.place >= 0
-        filled = torch.ones_like(self.index, dtype=torch.bool) if self.filled is None else self.filled
-        return torch.zeros_like(self.scores, dtype=torch.bool).scatter(1, self.index.mT, filled.mT)
+        if self.slot is not None:
+            return self.slot >= 0
+        filled = torch.ones_like(self.tokens, dtype=torch.bool) if self.filled is None else self.filled
+        return torch.zeros_like(self.scores, dtype=torch.bool).scatter(1, self.tokens.mT, filled.mT)
 
     @property
     def causal_choice(self) -> Tensor:
         """(B, T, E) bool: the tokens the causal rule would route."""
-        return _and_valid(self.decision >= 0, self.valid)
+        wanted = self.decision >= 0
+        return wanted if self.valid is None else wanted & self.valid[..., None]
 
 
 class Groups(NamedTuple):
@@ -118,29 +110,34 @@ class Groups(NamedTuple):
 
     order: Tensor  # (N,) which (token, k) pair, counted over (B, T, K), sits in each row
     ends: Tensor  # (E,) int32: the rows of expert e end here; those from ends[-1] on belong to none
-    place: Tensor  # (B, T, K) the row of each pair: the inverse of `order`
+    row: Tensor  # (B, T, K) the row of each pair: the inverse of `order`
     gates: Tensor  # (B, T, K) fp32, 0 for null experts and padding
     choice: Tensor  # (B, T, K) the expert of each pair; from E on they are null, -1 is padding
-    scores: Tensor  # (B, T, E + null) fp32 logits
+    scores: Tensor  # (B, T, E + null) fp32 logits of the router
     valid: Tensor | None = None  # (B, T) bool; None: no padding
 
     @property
     def complete(self) -> bool:
-        """Whether every row surely has an expert: no padding, no null experts. Known without looking at the data."""
+        """True if every row surely has an expert: no padding, no null experts. Known without looking at the data."""
         return self.valid is None and self.scores.shape[-1] == self.ends.shape[0]
+
+    @property
+    def computed(self) -> Tensor:
+        """(B, T, K) bool: the choices that an expert computes."""
+        return self.row < self.ends[-1]
 
     def dispatch(self, x: Tensor) -> Tensor:
         """x (B, T, ...) -> (N, ...), one row for each (token, k) pair."""
         B, T, K = self.gates.shape
         return take_rows(x.reshape(1, B * T, *x.shape[2:]), (self.order // K)[None])[0]
 
-    def combine(self, rows: Tensor, T: int) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """rows (N, D) -> update (B, T, D): the sum over a token's K rows of gate * row."""
-        B, _, K = self.gates.shape
-        picked = take_rows(rows[None], self.place.reshape(1, B * T * K))[0].reshape(B, T, K, rows.shape[-1])
+        B, T, K = self.gates.shape
+        picked = take_rows(rows[None], self.row.reshape(1, B * T * K))[0].reshape(B, T, K, rows.shape[-1])
         weighted = picked * self.gates[..., None].to(rows.dtype)
         if not self.complete:
-            weighted = torch.where((self.place < self.ends[-1])[..., None], weighted, 0.0)
+            weighted = torch.where(self.computed[..., None], weighted, 0.0)
         return weighted.sum(2)
 
 
@@ -149,7 +146,7 @@ class Soft(NamedTuple):
 
     into: Tensor  # (B, T, E, C) fp32 dispatch weights: sum to one over the tokens
     back: Tensor  # (B, T, E, C) fp32 combine weights: sum to one over the slots
-    scores: Tensor  # (B, T, E, C) fp32 logits
+    scores: Tensor  # (B, T, E, C) fp32 logits of the router
     valid: Tensor | None = None  # (B, T) bool; None: no padding
 
     def dispatch(self, x: Tensor) -> Tensor:
@@ -160,50 +157,11 @@ class Soft(NamedTuple):
             x = torch.where(self.valid[..., None], x, 0.0)
         return torch.bmm(weights.mT, x).reshape(B, E, C, x.shape[-1])
 
-    def combine(self, rows: Tensor, T: int) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """rows (B, E, C, D) -> update (B, T, D): C Y."""
         B, E, C, D = rows.shape
-        return torch.bmm(self.back.reshape(B, T, E * C).to(rows.dtype), rows.reshape(B, E * C, D))
+        return torch.bmm(self.back.reshape(B, -1, E * C).to(rows.dtype), rows.reshape(B, E * C, D))
 
 
 Plan = Slots | Groups | Soft
-
-
-class Plans(tuple[Plan, ...]):
-    """The plans of one pass, in the order of the layers: a tuple that can be looked at."""
-
-    __slots__ = ()
-
-    def __add__(self, more: Iterable[Plan]) -> "Plans":  # type: ignore[override]
-        return Plans((*self, *more))
-
-    def plot(self, tokens: Sequence[str] | None = None, grid: tuple[int, int] | None = None, row: int = 0) -> Any:
-        """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts,
-        the slots of Soft MoE. tokens: what they stand for; grid: rows and columns, where they are patches of an image.
-        """
-        from depthgate.view.figures import plans_figure
-        from depthgate.view.plans import seen
-
-        return plans_figure(seen(self, tokens, grid, row), grid)
-
-    def save_page(
-        self,
-        path: str | Path,
-        tokens: Sequence[str] | None = None,
-        grid: tuple[int, int] | None = None,
-        row: int = 0,
-    ) -> None:
-        """The same as one self-contained HTML page, with every number."""
-        from depthgate.view.plans import save_page
-
-        save_page(self, path, tokens, grid, row)
-
-
-# To torch a container like any other: FSDP and others look for the tensors in what a module returns.
-_pytree.register_pytree_node(
-    Plans, lambda plans: (list(plans), None), lambda plans, _: Plans(plans), serialized_type_name="depthgate.Plans"
-)
-
-
-def _and_valid(choice: Tensor, valid: Tensor | None) -> Tensor:
-    return choice if valid is None else choice & valid[..., None]
+Plans = tuple[Plan, ...]  # those of one pass, in the order of the layers

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
-from depthgate.ops.checks import check_per_token, check_tokens
-from depthgate.ops.rows import fusing, take_rows
+from depthgate.ops.tokens import check_per_token, check_tokens
+from depthgate.ops.rows import inverse_for_gathering, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
-from depthgate.ops.sizes import budget
+from depthgate.flops import budget
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
@@ -21,8 +21,8 @@ _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
 class TopTokens(nn.Module):
     """Each expert takes its k best tokens: Mixture-of-Depths with one expert, expert choice with several.
 
-    k = max(1, floor(capacity * n)) of the n valid tokens of each document. With `causal=True` the `rule` decides
-    for each token alone instead, and counts differ from row to row.
+    Score every token, decide causally, choose: k = max(1, floor(capacity * n)) of the n valid tokens of each document
+    by their scores; or, with `causal=True`, each token by the `rule` alone, so that counts differ from row to row.
     """
 
     def __init__(
@@ -34,8 +34,14 @@ class TopTokens(nn.Module):
         gate: str | Gate = "one_plus_tanh",
         rule: str | nn.Module = "scores",
         across_experts: bool = False,
+        scorer: nn.Module | None = None,
+        scores_have_no_loss: bool = False,
     ) -> None:
-        """`across_experts` ranks a token by its log-probability for each expert, not by its logit (expert choice)."""
+        """across_experts: rank a token by its log-probability for each expert, not by its logit (expert choice).
+        scorer: a module such as RandomScorer in place of the learnt scores.
+        scores_have_no_loss: a promise that no loss reads `Slots.scores`. Gradients then reach the router through the
+            gates of routed tokens alone, and nothing of the other tokens is kept for the backward pass.
+        """
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.capacity = check_capacity(capacity)
@@ -44,16 +50,9 @@ class TopTokens(nn.Module):
         self.across_experts = across_experts
         # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
         # rest negative, which is what `causal_bce` asks of them.
-        self.proj = Scorer(dim, experts, bias=True)
+        self.proj = Scorer(dim, experts, bias=True) if scorer is None else scorer
         self.rule = rule_from(rule, dim, experts)
-        # The most documents a row may hold, where the caller knows: the number of slots is then known as well.
-        self.max_documents: int | None = None
-        # Set to 1 where a causal choice of nobody must not keep the block from being called: a process of several that
-        # share its weights (FSDP2) would leave the others waiting. With gradients that is so in any case.
-        self.fewest_slots = 0
-        # Set where no loss looks at scores: gradients then reach the router through the gates of routed tokens alone,
-        # and of the other tokens nothing is kept for the backward pass.
-        self.through_gates = False
+        self.sparse = scores_have_no_loss and experts == 1 and not across_experts
         if across_experts and isinstance(self.rule, Scores):
             raise InvalidValueError(
                 "rule is 'scores', but log-probabilities are never above 0: use 'predictor' or 'threshold'"
@@ -70,84 +69,100 @@ class TopTokens(nn.Module):
         *,
         doc: Tensor | None = None,
         keep: Tensor | None = None,
+        max_documents: int | None = None,
+        fewest_slots: int = 0,
     ) -> Slots:
-        """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart;
-        keep (B, T) bool, tokens that are taken first whatever their score."""
+        """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart; keep (B, T) bool,
+        tokens that are taken first whatever their score.
+
+        max_documents: the most documents a row of `doc` holds, where the caller knows: the number of slots is then
+            known without asking the device.
+        fewest_slots: 1 gives a causal choice of no token one empty slot, so that the block is called all the same. A
+            process that shares its weights with others (FSDP2) would else leave them waiting. With gradients there is
+            one in any case.
+        """
         _check_call(x, self.dim, pos, doc)
         if keep is not None:
             check_per_token(keep, x, "keep", torch.bool)
         valid = None if pos is None else pos >= 0
         with torch.autocast(x.device.type, enabled=False):
             tokens = features(x, valid)
-            sparse = self.through_gates and self.experts == 1 and not self.across_experts
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not sparse):
-                logits = self._logits(tokens, pos)
-                scores = self._scores(logits)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.sparse):
+                logits = self.proj(tokens, pos, self.capacity)
+                scores = self._ranked(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
         decision = checked(self.rule(tokens, scores), scores, "rule")
         ranked, wanted = scores.detach(), decision.detach() >= 0
         if keep is not None:
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
-        index, filled, place = self._choose(ranked.mT, wanted.mT, valid, doc, causal)
-        picked = self._routed_scores(x, index, filled, place) if sparse else scores.mT.gather(2, index)
+        if causal:
+            chosen, filled, slot = _chosen_causally(wanted.mT, valid, fewest_slots)
+        else:
+            chosen, filled, slot = self._choose(ranked.mT, valid, doc, max_documents)
+        picked = self._routed_scores(x, chosen, filled, slot) if self.sparse else scores.mT.gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
-        return Slots(index, gates, logits, decision, filled, valid, causal, None if place is None else place.mT)
+        return Slots(chosen, gates, logits, decision, filled, valid, causal, None if slot is None else slot.mT)
 
-    def _routed_scores(self, x: Tensor, index: Tensor, filled: Tensor | None, place: Tensor | None) -> Tensor:
-        """The scores (B, 1, C) of routed tokens, computed again from them alone."""
-        rows = take_rows(x, index[:, 0], place[:, 0] if place is not None and fusing(x) else None)
-        scores: Tensor = self.proj(rows, None if filled is None else filled[:, 0])
-        return scores.mT
-
-    def _logits(self, tokens: Tensor, pos: Tensor | None) -> Tensor:  # noqa: ARG002
-        """Of the tokens in fp32 or better, at their positions."""
-        return self.proj(tokens)  # type: ignore[no-any-return]
-
-    def _scores(self, logits: Tensor) -> Tensor:
-        """What tokens are ranked by."""
+    def _ranked(self, logits: Tensor) -> Tensor:
+        """The scores that tokens are ranked by."""
         return logits.log_softmax(-1) if self.across_experts else logits
 
+    def _routed_scores(self, x: Tensor, chosen: Tensor, filled: Tensor | None, slot: Tensor | None) -> Tensor:
+        """The scores (B, 1, C) of routed tokens, computed again from them alone."""
+        rows = take_rows(x, chosen[:, 0], inverse_for_gathering(None if slot is None else slot.mT, x))
+        scores: Tensor = self.proj(features(rows, None if filled is None else filled[:, 0]))
+        return scores.mT
+
     def _choose(
-        self, ranked: Tensor, wanted: Tensor, valid: Tensor | None, doc: Tensor | None, causal: bool
+        self, ranked: Tensor, valid: Tensor | None, doc: Tensor | None, max_documents: int | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """ranked, wanted (B, E, T) -> index (B, E, C), filled where rows may differ, place (B, E, T) where known."""
+        """ranked (B, E, T) -> the top k (B, E, C), filled where rows may differ, slot (B, E, T) where known."""
         B, _, T = ranked.shape
         if B == 0 or T == 0:
             return ranked.new_zeros(B, self.experts, 0, dtype=torch.long), None, None
         k = budget(self.capacity, T)
-        if valid is None and doc is None and not causal:
+        if valid is None and doc is None:
             if not ranked.is_cuda:
                 return top_k(ranked, k), None, None
-            index, _, place = choose(ranked, None, None, self.capacity, k)
-            return index, None, place
-        if causal:
-            chosen = wanted if valid is None else wanted & valid[:, None]
-            return *compact(chosen, self._slots_for(chosen)), None
+            chosen, _, slot = choose(ranked, None, None, self.capacity, k)
+            return chosen, None, slot
         if doc is None:
             return choose(ranked, valid, None, self.capacity, k)
-        if self.max_documents is None:
+        if max_documents is None:
             valid = torch.ones_like(ranked[:, 0], dtype=torch.bool) if valid is None else valid
-            chosen = top_of_documents(ranked, valid, doc, self.capacity)
-            return *compact(chosen, self._slots_for(chosen)), None
+            marked = top_of_documents(ranked, valid, doc, self.capacity)
+            return *compact(marked, _slots_for(marked)), None
         # Shares are rounded down, but each document gets one token at least.
-        return choose(ranked, valid, doc, self.capacity, min(T, k + self.max_documents - 1))
-
-    def _slots_for(self, chosen: Tensor) -> int:
-        """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
-        computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
-        """
-        if torch.compiler.is_compiling():
-            return chosen.shape[-1]
-        return max(int(chosen.sum(-1).max()), int(torch.is_grad_enabled()), self.fewest_slots)
+        return choose(ranked, valid, doc, self.capacity, min(T, k + max_documents - 1))
 
     def update(self, plan: Slots) -> None:
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one."""
         if isinstance(self.rule, Threshold):
-            self.rule.update(self._scores(plan.scores), plan.valid, self.capacity)
+            self.rule.update(self._ranked(plan.scores), plan.valid, self.capacity)
+
+
+def _chosen_causally(
+    wanted: Tensor, valid: Tensor | None, fewest_slots: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """wanted (B, E, T) -> the wanted tokens that are not padding, as `TopTokens._choose` gives the top k."""
+    B, E, T = wanted.shape
+    if B == 0 or T == 0:
+        return wanted.new_zeros(B, E, 0, dtype=torch.long), None, None
+    marked = wanted if valid is None else wanted & valid[:, None]
+    return *compact(marked, _slots_for(marked, fewest_slots)), None
+
+
+def _slots_for(marked: Tensor, fewest: int = 0) -> int:
+    """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
+    computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
+    """
+    if torch.compiler.is_compiling():
+        return marked.shape[-1]
+    return max(int(marked.sum(-1).max()), int(torch.is_grad_enabled()), fewest)
 
 
 def update_thresholds(model: nn.Module, plans: tuple[Plan, ...]) -> None:
@@ -185,7 +200,7 @@ class TopExperts(nn.Module):
         """x (B, T, D); pos (B, T), negative at padding."""
         _check_call(x, self.dim, pos, None)
         valid = None if pos is None else pos >= 0
-        scores = self.proj(x, valid)
+        scores = self.proj(features(x, valid))
         choice = top_k(scores, self.top_k)  # (B, T, K), ascending
         picked = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = picked.softmax(-1) if self.top_k > 1 else _probability(scores, choice)
@@ -197,13 +212,13 @@ class TopExperts(nn.Module):
         by_expert, order = expert.sort(stable=True)
         experts = torch.arange(self.num_experts, device=x.device)
         ends = torch.searchsorted(by_expert, experts, right=True).int()
-        place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
+        row = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
         gates = torch.where(computed, gates, 0.0)
-        return Groups(order, ends, place.view_as(choice), gates, choice, scores, valid)
+        return Groups(order, ends, row.view_as(choice), gates, choice, scores, valid)
 
 
 def checked(result: Any, scores: Tensor, name: str) -> Tensor:
-    """What a gate or rule of the user's own returned, if it is one number for each score."""
+    """Return the result of a user's own gate or rule, if it is one number for each score."""
     if not isinstance(result, Tensor) or result.shape != scores.shape or not result.is_floating_point():
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise InvalidValueError(

@@ -40,7 +40,7 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
             agreed.add([(int((yes & inside).sum()), int((any_ & inside).sum())) for yes, any_ in both])
             # Of the choices that tokens make, those of an expert that is not null.
             groups = [plan for plan in plans if isinstance(plan, Groups)]
-            used.add([(int((p.place < p.ends[-1]).sum()), int((p.choice >= 0).sum())) for p in groups])
+            used.add([(int(p.computed.sum()), int((p.choice >= 0).sum())) for p in groups])
         targets += count
         size += sum(_bytes_of(*row, model.tokenizer) for row in zip(tokens, wanted, doc, strict=True))
     if not size:

@@ -88,12 +88,12 @@ def expert_layers(
 
 
 def _nobody(plan: Plan | None) -> bool:
-    return isinstance(plan, Slots) and plan.index.shape[-1] == 0
+    return isinstance(plan, Slots) and plan.tokens.shape[-1] == 0
 
 
 def _row(plan: Slots, row: int) -> tuple[list[int], list[bool]]:
     """The tokens in the slots of the first expert, and whether each is really there."""
-    index = plan.index[row, 0].tolist()
+    index = plan.tokens[row, 0].tolist()
     return index, [True] * len(index) if plan.filled is None else plan.filled[row, 0].tolist()
 
 
@@ -124,10 +124,10 @@ def plan_experts(number: int, plan: Plan, row: int) -> ExpertLayer | SlotLayer |
     if isinstance(plan, Groups):
         return _chosen(number, plan, range(plan.choice.shape[1]), plan.choice.shape[1], row)
     if isinstance(plan, Slots):
-        if plan.index.shape[1] == 1:
+        if plan.tokens.shape[1] == 1:
             return None
         chosen = plan.chosen[row].tolist()
-        experts = plan.index.shape[1]
+        experts = plan.tokens.shape[1]
         return ExpertLayer(number, experts, 0, [[e for e, on in enumerate(token) if on] for token in chosen])
     _, T, E, C = plan.into.shape
     into = plan.into[row].detach().float().reshape(T, E * C).mT

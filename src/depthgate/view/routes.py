@@ -107,7 +107,7 @@ def joined(parts: Sequence[Routes]) -> Routes:
 
 def token_gates(plan: Slots) -> Tensor:
     """(B, T, E): the gate of each routed token, 0 where it is not routed."""
-    return torch.zeros_like(plan.scores).scatter(1, plan.index.mT, plan.gates.float().mT)
+    return torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.float().mT)
 
 
 def _numbers(values: Tensor) -> list[float]:

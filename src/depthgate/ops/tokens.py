@@ -1,4 +1,7 @@
-"""Checks of tensors at the public boundary: shapes and dtypes only, so nothing waits for a device."""
+"""Token tensors at the public boundary: checks of shapes and dtypes, which wait for no device, and positions.
+
+Positions are data: (B, T) integers that travel with their tokens; negative means padding.
+"""
 
 from typing import Any
 
@@ -32,3 +35,16 @@ def check_per_token(value: Any, x: Tensor, name: str, dtype: torch.dtype | None 
             raise InvalidValueError(f"{name} has dtype {value.dtype}: it must be bool, True at real tokens")
     elif value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise InvalidValueError(f"{name} has dtype {value.dtype}: it must hold integers")
+
+
+def plain_positions(x: Tensor) -> Tensor:
+    """x (B, T, ...) -> (B, T): 0, 1, 2, ... in every row."""
+    B, T = x.shape[:2]
+    return torch.arange(T, device=x.device).expand(B, T)
+
+
+def masked_positions(mask: Tensor, x: Tensor) -> Tensor:
+    """mask (B, T) of x (B, T, ...), True at real tokens -> (B, T): real tokens counted from 0 in each row, -1 at
+    padding."""
+    check_per_token(mask, x, "mask", torch.bool)
+    return torch.where(mask, mask.long().cumsum(1) - 1, -1)
