@@ -10,7 +10,7 @@ import depthgate as dg
 from depthgate import flops
 from depthgate.ops import reference
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.routing import RULES, predictor_bce
+from depthgate.routing import RULES, causal_bce
 from tests.conftest import close
 
 SMALL = {"vocab": 50, "dim": 32, "layers": 4, "heads": 4, "context": 24, "capacity": 0.25, "experts": 4}
@@ -47,7 +47,7 @@ def test_parameters_and_flops_equal_the_built_model(options):
         total = out.logits.sum()
         for plan in out.plans:
             if config.rule == "predictor" and hasattr(plan, "decision"):
-                total = total + predictor_bce(plan)
+                total = total + causal_bce(plan)
         with FlopCounterMode(display=False) as counter:
             total.backward()
         backward = flops.training_flops(config, T) * T - flops.forward_flops(config, T) * T

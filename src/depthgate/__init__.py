@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from depthgate import ops as ops
     from depthgate import routing as routing
     from depthgate.config import ModelConfig as ModelConfig
+    from depthgate.drop_in import MixtureOfDepths as MixtureOfDepths
     from depthgate.encoders import MoDEncoder as MoDEncoder
     from depthgate.encoders import SoftMoEBlock as SoftMoEBlock
     from depthgate.encoders import SoftMoEEncoder as SoftMoEEncoder
     from depthgate.errors import DepthgateError as DepthgateError
     from depthgate.generation.engine import generate as generate
     from depthgate.generation.engine import stream as stream
-    from depthgate.drop_in import MixtureOfDepths as MixtureOfDepths
     from depthgate.layers import MixtureOfExperts as MixtureOfExperts
     from depthgate.layers import SoftMoE as SoftMoE
     from depthgate.loading import load as load

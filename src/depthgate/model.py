@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from depthgate.config import ROUTED_KINDS, ModelConfig
 from depthgate.errors import InvalidValueError
+from depthgate.flops import swiglu_hidden
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.flops import swiglu_hidden
 from depthgate.routing import Plans, RandomScorer, TopTokens
 
 
@@ -52,9 +52,7 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
         return MoD(block, TopTokens(dim, config.capacity, gate=torch.ones_like, scorer=RandomScorer()))
     if kind in ROUTED_KINDS:
         no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor, and a threshold needs no loss
-        router = TopTokens(
-            dim, config.capacity, gate=config.gate, rule=config.rule, scores_have_no_loss=no_loss
-        )
+        router = TopTokens(dim, config.capacity, gate=config.gate, rule=config.rule, scores_have_no_loss=no_loss)
         return MoD(block, router)
     return block
 

@@ -15,7 +15,7 @@ from depthgate.isoflop.grid import Grid, Ladder, check_fits, total_flops
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.variants import VARIANTS, parsed, widths
 from depthgate.model import Decoder
-from depthgate.routing import predictor_bce
+from depthgate.routing import causal_bce
 
 EVERY = ",".join([*VARIANTS, "mod:capacity=0.5", "mod:pattern=dense+dense+mod:rule=threshold", "mod:capacity_steps=10"])
 
@@ -45,7 +45,7 @@ def test_flops_of_a_cell_are_those_that_are_counted():
             total = out.logits.sum()
             for plan in out.plans:
                 if cell.training.model.pattern != "dense,random" and hasattr(plan, "decision"):
-                    total = total + predictor_bce(plan)
+                    total = total + causal_bce(plan)
             total.backward()
         assert counter.get_total_flops() / 32 == pytest.approx(cell.flops / cell.tokens)
 

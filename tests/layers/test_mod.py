@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import depthgate as dg
-from depthgate.layers import Attention, Block, MixtureOfDepths, MixtureOfExperts, MoD, SwiGLU
+from depthgate.drop_in import MixtureOfDepths
+from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
 from depthgate.ops.tokens import masked_positions
 from depthgate.routing import RULES, TopTokens, update_thresholds
 from tests.conftest import close
@@ -252,8 +253,8 @@ def test_nested_layers_get_ragged_rows_in_one_call():
     update_thresholds(layer, plans)
 
 
-def test_fewest_slots_calls_the_block_though_nobody_enters():
-    """What FSDP2 needs without gradients: each process enters every sharded block."""
+def test_always_call_reaches_the_block_though_no_token_enters():
+    """FSDP2 without gradients needs it: each process enters every sharded block."""
     for plain in (nn.Linear(D, D), nn.TransformerEncoderLayer(D, 2, 32, batch_first=True)):
         layer = closed(MixtureOfDepths(plain, D, 0.5, rule="threshold"))
         calls = []
@@ -262,7 +263,7 @@ def test_fewest_slots_calls_the_block_though_nobody_enters():
         with torch.no_grad():
             layer(x, causal=True)
             assert calls == []
-            layer.router.fewest_slots = 1
+            layer.always_call = True
             assert torch.equal(layer(x, causal=True)[0], x)
             assert calls == [1]
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthgate.flops import budget
 from depthgate.ops import reference
 from depthgate.ops.select import compact, top_k, top_of_documents
-from depthgate.flops import budget
 
 # Few distinct values, so that ties are the rule; and every kind of odd float.
 SCORE = st.one_of(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import depthgate as dg
 from depthgate.ops import reference
-from depthgate.routing import GATES, RULES, RandomTokens, SoftSlots, TopExperts, TopTokens, has_nan
+from depthgate.routing import GATES, RULES, RandomScorer, SoftSlots, TopExperts, TopTokens, has_nan
 from tests.conftest import close
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 20))
@@ -167,7 +167,7 @@ def test_top_experts_sorts_every_choice_once(size, experts, null, data):
     plan = router(x, pos)
     flat = plan.choice.flatten()
     assert sorted(plan.order.tolist()) == list(range(B * T * top_k))
-    assert torch.equal(plan.order[plan.place.flatten()], torch.arange(B * T * top_k))
+    assert torch.equal(plan.order[plan.row.flatten()], torch.arange(B * T * top_k))
     start = 0
     for e, end in enumerate(plan.ends.tolist()):
         assert (flat[plan.order[start:end]] == e).all()
@@ -246,14 +246,18 @@ def test_soft_slots_refuse_a_causal_call():
         SoftSlots(8, 2)(torch.randn(1, 3, 8), causal=True)
 
 
+def random_router():
+    return TopTokens(8, 0.25, gate=torch.ones_like, scorer=RandomScorer())
+
+
 def test_a_random_router_takes_its_share_by_chance_and_again_the_same_once_trained():
     torch.manual_seed(0)
-    router, other = RandomTokens(8, 0.25), RandomTokens(8, 0.25)
+    router, other = random_router(), random_router()
     x = torch.randn(2, 4000, 8)
     assert list(router.parameters()) == []
     a, b = router(x), router(x)
     assert a.tokens.shape == (2, 1, 1000)
-    assert not torch.equal(a.tokens, b.tokens)  # drawn anew while it trains
+    assert not torch.equal(a.tokens, b.tokens)  # drawn in every pass while it trains
     assert 0.2 < torch.isin(a.tokens[0, 0], a.tokens[1, 0]).float().mean() < 0.3  # rows apart from each other
     assert torch.equal(a.gates, torch.ones_like(a.gates))
     router.eval()

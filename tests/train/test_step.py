@@ -6,8 +6,10 @@ import torch
 import depthgate as dg
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
+from depthgate.device import World
 from depthgate.routing import causal_bce
 from depthgate.train import optim
+from depthgate.train.parallel import build_decoder
 from depthgate.train.step import Step
 from tests.conftest import close
 
@@ -35,7 +37,7 @@ def rows(seed=0, batch=4):
 def built(**options):
     config = TrainConfig(model=options.pop("model", MODEL), batch=4, **options)
     torch.manual_seed(0)
-    model = dg.Decoder(config.model)
+    model = build_decoder(config.model, config.compile, World())
     return Step(model, optim.build(model, config), config)
 
 
@@ -163,9 +165,7 @@ def test_bf16_stays_near_fp32():
 
 
 def test_compiled_equals_eager():
-    eager, compiled = built(), built()
-    compiled.model.compile_parts()
-    compiled = Step(compiled.model, compiled.optimizers, compiled.config)
+    eager, compiled = built(), built(compile=True)
     for seed in range(2):
         one, two = eager(rows(seed)).read(), compiled(rows(seed)).read()
         assert one[0] == pytest.approx(two[0], rel=1e-5)

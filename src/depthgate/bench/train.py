@@ -26,10 +26,8 @@ from depthgate.data.batches import Rows
 from depthgate.device import World, machine, matmul_rate
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters, training_flops
-from depthgate.layers import Attention
-from depthgate.model import Decoder
 from depthgate.train import optim
-from depthgate.train.parallel import compile_parts
+from depthgate.train.parallel import build_decoder
 from depthgate.train.step import Figures, Step
 
 _LLAMA = "Llama, transformers"
@@ -96,9 +94,7 @@ def _step(training: TrainConfig) -> Step:
     """A fresh model's step, as `depthgate train` makes it."""
     world = World(device=training.device)
     torch.manual_seed(training.seed)
-    model = Decoder(training.model).to(world.device)
-    if training.compile:
-        compile_parts(model, world)
+    model = build_decoder(training.model, training.compile, world)
     optimizers = optim.build(model, training, world)
     optim.set_rate(optimizers, 1e-4)
     return Step(model, optimizers, training, world)
@@ -106,10 +102,8 @@ def _step(training: TrainConfig) -> Step:
 
 def _plain_figures(training: TrainConfig, batches: list[Rows]) -> list[tuple[float, float]]:
     """Loss and gradient norm of the first steps, computed plainly."""
-    step = _step(replace(training, compile=False, cuda_graph=False, accumulate=max(1, training.batch // _ROWS)))
-    for module in step.model.modules():
-        if isinstance(module, Attention):
-            module.max_documents = None
+    parts = max(1, training.batch // _ROWS)
+    step = _step(replace(training, compile=False, cuda_graph=False, accumulate=parts, max_documents=None))
     return [step(rows).read()[:2] for rows in batches[:_CHECKED]]
 
 

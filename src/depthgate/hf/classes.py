@@ -96,7 +96,13 @@ def install(model: Any) -> None:
     layers = getattr(decoder, FAMILIES[kind].layers)
     for i in routing.layers:
         layer = layers[i]
-        router = DepthRouter(model.config.hidden_size, routing.capacity, gate=routing.gate, rule=routing.rule)
+        router = DepthRouter(
+            model.config.hidden_size,
+            routing.capacity,
+            gate=routing.gate,
+            rule=routing.rule,
+            scores_have_no_loss=routing.rule != "scores",
+        )
         neutral(router)
         layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)
         layer.rule_loss = routing.rule_loss

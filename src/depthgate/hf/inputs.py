@@ -15,6 +15,7 @@ from depthgate.hf.masks import check_implementation
 
 KEYWORD = "depthgate_tokens"
 CAUSAL = "causal_routing"
+MAX_DOCUMENTS = "max_documents"
 PADDING = "token_mask"  # (B, T), 0 at padding, beside an attention_mask that is ready for use
 
 
@@ -23,7 +24,8 @@ class Tokens(NamedTuple):
 
     valid: Tensor | None  # (B, T) bool, False at padding; None: no padding
     doc: Tensor | None  # (B, T) the document of each token; None: one a row
-    causal: bool | None  # None: not in training
+    causal: bool | None  # None: causal unless the model is in training mode
+    max_documents: int | None = None  # the most documents a row holds, where the caller knows
 
 
 def hand_down(
@@ -32,6 +34,7 @@ def hand_down(
     """A forward pre-hook, once it is given the names of the decoder's arguments."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     causal = kwargs.pop(CAUSAL, None)
+    max_documents = kwargs.pop(MAX_DOCUMENTS, None)
     if causal is not None and not isinstance(causal, bool):
         raise InvalidValueError(f"{CAUSAL} is {causal!r}: it must be True, False or None")
     if causal is None and given.get("past_key_values") is not None:
@@ -59,7 +62,7 @@ def hand_down(
             )
         if doc is not None and _caches(decoder, given):
             raise InvalidValueError("position_ids hold several documents, and a cache holds one: pass use_cache=False")
-    return args, {**kwargs, KEYWORD: Tokens(valid, doc, causal)}
+    return args, {**kwargs, KEYWORD: Tokens(valid, doc, causal, max_documents)}
 
 
 def argument_names(method: Callable[..., Any]) -> tuple[str, ...]:

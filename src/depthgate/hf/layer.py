@@ -58,7 +58,10 @@ class RoutedLayer(_Layer):
         pos = None
         if tokens.valid is not None:
             pos = torch.where(tokens.valid, start + torch.arange(x.shape[1], device=x.device), -1)
-        plan = self._plan(x, pos, causal, tokens.doc, store)
+        # A fixed store is compiled for: its first call makes the room, though no token may enter.
+        fewest = int(store is not None and store.fixed and not torch.compiler.is_compiling())
+        documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
+        plan = self.depth_router(x, pos, causal, **documents, fewest_slots=fewest)
         y = x if plan.tokens.shape[-1] == 0 else self._through(x, plan, start, tokens.doc, store, call)
         if store is not None:
             store.advance(x.shape[1])
@@ -79,16 +82,6 @@ class RoutedLayer(_Layer):
         from depthgate.hf.cache_transformers import store_of
 
         return store_of(cache, self._attention.layer_idx)
-
-    def _plan(self, x: Tensor, pos: Tensor | None, causal: bool, doc: Tensor | None, store: Any) -> Slots:
-        router = self.router
-        fewest = router.fewest_slots
-        if store is not None and store.fixed and not torch.compiler.is_compiling():
-            router.fewest_slots = 1  # so that the first call makes the room that is compiled for later
-        try:
-            return self.depth_router(x, pos, causal, doc=doc)  # type: ignore[no-any-return]
-        finally:
-            router.fewest_slots = fewest
 
     @property
     def _attention(self) -> Any:

@@ -17,8 +17,7 @@ from depthgate.hf.calibrate import scaled, unscaled
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
-from depthgate.ops.loss import linear_distillation
-from depthgate.ops.loss import linear_cross_entropy
+from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Slots, Threshold, routed_share
 
 _DECAY = 0.9  # of moving thresholds
@@ -64,7 +63,6 @@ class Student:
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in model.named_parameters() if w.requires_grad}
         for layer in language.routed:
             layer.rule_loss /= config.accumulate  # every part adds it
-            layer.depth_router.through_gates = model.config.depthgate["rule"] != "scores"
             router: Any = layer.depth_router
             router.share = torch.zeros((), device=device)
             router.register_forward_hook(_note_share)
@@ -77,6 +75,7 @@ class Student:
             for each in (language, teacher):
                 if each is not None:
                     _compile_layers(each.model)
+        self.max_documents: int | None = None
         self._flops = self._count_flops()
         self.peak = matmul_rate(device, getattr(torch, config.dtype))
 
@@ -86,9 +85,8 @@ class Student:
         return self.language.routed[0].depth_router.capacity
 
     def expect_documents(self, most: int) -> None:
-        """Sequences hold no more documents than this, so that routers need not count them."""
-        for layer in self.language.routed:
-            layer.depth_router.max_documents = most
+        """Promise that sequences hold no more documents than this, so that routers need not count them."""
+        self.max_documents = most
 
     def held(self) -> dict[str, Tensor]:
         """What a checkpoint holds: weights that learn, and the thresholds of the rules."""
@@ -117,7 +115,7 @@ class Student:
         return torch.autocast(self.device, torch.bfloat16) if low else nullcontext()
 
     def _loss(self, rows: Rows) -> Tensor:
-        x = self.language.hidden(rows.tokens, rows.pos).flatten(0, 1)
+        x = self.language.hidden(rows.tokens, rows.pos, max_documents=self.max_documents).flatten(0, 1)
         targets, weight = rows.targets.flatten(), self.language.head
         compiled = self.config.compile
         if self.teacher is None:
@@ -152,8 +150,6 @@ class Student:
         if self._adapted is not None:
             self._adapted.merge_and_unload()
         unscaled(self.language)
-        for layer in self.language.routed:
-            layer.depth_router.max_documents = None
         return cast(self.language.model, self.stored).eval()
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from depthgate.config import ModelConfig
 from depthgate.errors import InvalidValueError, check_choice
+from depthgate.flops import swiglu_hidden
 from depthgate.hf.config import Routing
 from depthgate.hf.families import PREFIX
-from depthgate.flops import swiglu_hidden
 
 KINDS = {"llama": False, "qwen3": True}  # -> whether queries and keys are normalised
 

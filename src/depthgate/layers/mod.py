@@ -77,7 +77,7 @@ class MoD(nn.Module):
                 max_documents=max_documents,
             )
             plans.extend(inner)
-            return update[:, None]
+            return update[:, None]  # type: ignore[no-any-return]
 
         def of_entering_sequences(rows: Tensor, batch: Tensor) -> Tensor:
             """The block of the sequences (N,) that enter: only they are computed, and only they are cached."""
@@ -85,7 +85,7 @@ class MoD(nn.Module):
                 return torch.zeros_like(rows)
             update, inner = self.block(rows[batch, 0], pos=row_pos[batch], cache=cache.at(batch), causal=causal)
             plans.extend(inner)
-            return update.new_zeros(len(rows), *update.shape[1:]).index_copy(0, batch, update)[:, None]
+            return update.new_zeros(len(rows), *update.shape[1:]).index_copy(0, batch, update)[:, None]  # type: ignore[no-any-return]
 
         return plan, block, plans
 

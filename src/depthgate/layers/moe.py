@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count
-from depthgate.layers.ffn import Experts, SwiGLU
-from depthgate.ops.tokens import check_tokens
-from depthgate.ops.tokens import masked_positions
 from depthgate.flops import swiglu_hidden
+from depthgate.layers.ffn import Experts, SwiGLU
+from depthgate.ops.tokens import check_tokens, masked_positions
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import TopExperts, TopTokens
 
@@ -23,8 +22,8 @@ class MixtureOfExperts(nn.Module):
 
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
     choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts), gated by the
-    token's probability for it; tokens that no expert takes get nothing. With causal=True its `rule` (threshold unless told)
-    decides token by token; before the first update of the threshold every expert takes every token.
+    token's probability for it; tokens that no expert takes get nothing. With causal=True its `rule` (threshold unless
+    told) decides token by token; before the first update of the threshold every expert takes every token.
     `shared_experts` are always on: together one SwiGLU of that many times `hidden`.
     """
 

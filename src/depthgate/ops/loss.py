@@ -55,7 +55,7 @@ def linear_distillation(
     both = _compiled(_distillation_and_gradient) if compiled else _distillation_and_gradient
 
     def of_part(logits: Tensor, here: slice, count: Tensor) -> tuple[Tensor, Tensor]:
-        return both(logits, taught[here] @ head.T, targets[here], count, temperature, text)  # type: ignore[no-any-return]
+        return both(logits, taught[here] @ head.T, targets[here], count, temperature, text)
 
     return _by_parts(x, weight, targets, of_part, chunk)
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count, check_probability
-from depthgate.ops.select import budgets
 from depthgate.flops import predictor_hidden
+from depthgate.ops.select import budgets
 
 
 class Rule(Protocol):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
-from depthgate.ops.tokens import check_per_token, check_tokens
+from depthgate.flops import budget
 from depthgate.ops.rows import inverse_for_gathering, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
-from depthgate.flops import budget
+from depthgate.ops.tokens import check_per_token, check_tokens
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
@@ -50,7 +50,7 @@ class TopTokens(nn.Module):
         self.across_experts = across_experts
         # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
         # rest negative, which is what `causal_bce` asks of them.
-        self.proj = Scorer(dim, experts, bias=True) if scorer is None else scorer
+        self.proj: Any = Scorer(dim, experts, bias=True) if scorer is None else scorer
         self.rule = rule_from(rule, dim, experts)
         self.sparse = scores_have_no_loss and experts == 1 and not across_experts
         if across_experts and isinstance(self.rule, Scores):

@@ -1,6 +1,6 @@
 """Scorers: one number a token and expert, in fp32 (float64 for float64 tokens) inside autocast too.
 
-    scorer(tokens (B, T, D), pos (B, T) or None, capacity) -> scores (B, T, E)
+scorer(tokens (B, T, D), pos (B, T) or None, capacity) -> scores (B, T, E)
 """
 
 import torch

@@ -32,11 +32,10 @@ from depthgate.data.tokenizer import (
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
-from depthgate.model import Decoder
 from depthgate.presets import preset
 from depthgate.train import optim
 from depthgate.train import run_folder as run
-from depthgate.train.parallel import compile_parts, joined, like, shard
+from depthgate.train.parallel import build_decoder, joined, like, shard
 from depthgate.train.progress import progress_line, tracker
 from depthgate.train.signals import stop_signals
 from depthgate.train.step import Figures, Step
@@ -112,9 +111,7 @@ class _Training:
         if world.size > 1 and config.optimizer == "muon":
             raise InvalidValueError("optimizer is 'muon': it needs whole matrices, in one process; use adamw")
         torch.manual_seed(config.seed)
-        self.model = Decoder(config.model).to(world.device)
-        if config.compile:
-            compile_parts(self.model, world)
+        self.model = build_decoder(config.model, config.compile, world)
         shard(self.model, world)
         self.optimizers = optim.build(self.model, config, world)
         self.step = Step(self.model, self.optimizers, replace(config, max_documents=_documents(packed)), world)

@@ -6,9 +6,10 @@ all together (see `sharded`), and any number of processes can go on with them.
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,27 +18,49 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from depthgate.config import ModelConfig
 from depthgate.device import World
-from depthgate.model import Decoder
-from depthgate.routing import Threshold, TopTokens
+from depthgate.model import Decoder, residual
+from depthgate.ops.loss import linear_cross_entropy
+from depthgate.routing import Plans, Threshold
 
 
-def compile_parts(model: Decoder, world: World) -> None:
-    """Compile the model's parts; whole layers where they are to be sharded, whose hooks stand around them."""
+class CompiledDecoder(Decoder):
+    """A Decoder whose layers are compiled a few at a time, once for the whole pattern, and whose loss is compiled."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        # Kinds, training and evaluation, and stages of a falling capacity are all versions of one function.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self._residual = torch.compile(residual, dynamic=False)
+
+    def through_layers(self, x: Tensor, caches: Sequence[Any], **call: Any) -> tuple[Tensor, Plans]:
+        plans: Plans = ()
+        span = max(2, len(self.config.pattern.split(",")))  # so that a router is fused into the layer before it
+        for i in range(0, len(self.layers), span):
+            x, more = self._residual(list(self.layers)[i : i + span], caches[i : i + span], x, **call)
+            plans += more
+        return x, plans
+
+    def head_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(x, self.head.weight, targets, compiled=True)
+
+
+def build_decoder(config: ModelConfig, compiled: bool, world: World) -> Decoder:
+    """A new Decoder. Where weights are to be sharded, whole layers are compiled: their hooks stand around them."""
     if world.size == 1:
-        model.compile_parts()
-        return
-    for layer in model.layers:
-        layer.compile()
+        return (CompiledDecoder if compiled else Decoder)(config).to(world.device)
+    model = Decoder(config).to(world.device)
+    if compiled:
+        for layer in model.layers:
+            layer.compile()
+    return model
 
 
 def shard(model: Decoder, world: World) -> None:
     """Split every layer's weights, and the rest, among the processes."""
     if world.size == 1:
         return
-    for module in model.modules():
-        if isinstance(module, TopTokens):
-            module.fewest_slots = 1
     mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)

@@ -14,7 +14,6 @@ from torch import Tensor
 from depthgate.config import TrainConfig
 from depthgate.data.batches import Rows
 from depthgate.device import World
-from depthgate.layers import Attention
 from depthgate.model import Decoder
 from depthgate.routing import (
     Groups,
@@ -29,7 +28,7 @@ from depthgate.routing import (
     z_loss,
 )
 from depthgate.train import optim
-from depthgate.train.parallel import average_thresholds, whole
+from depthgate.train.parallel import CompiledDecoder, average_thresholds, whole
 
 _WARMUP = 2  # steps before a capture, in which libraries and the compiler set themselves up
 
@@ -77,13 +76,9 @@ class Step:
     ) -> None:
         self.model, self.optimizers, self.config, self.world = model, optimizers, config, world
         self.capacity = config.model.capacity
-        self.plan_figures = torch.compile(plan_figures, dynamic=False) if model.compiled else plan_figures
+        compiled = isinstance(model, CompiledDecoder)
+        self.plan_figures = torch.compile(plan_figures, dynamic=False) if compiled else plan_figures
         self._replay: _Replay | None = None
-        for module in model.modules():
-            if isinstance(module, TopTokens | Attention):  # packed batches keep to this
-                module.max_documents = config.max_documents
-            if isinstance(module, TopTokens):
-                module.through_gates = config.model.rule != "scores"
 
     def set_capacity(self, capacity: float) -> None:
         """The share every Mixture-of-Depths router takes from now on."""
@@ -118,7 +113,7 @@ class Step:
         shares: list[list[Tensor]] = []
         for part in parts:
             with precision(config, world.device):
-                mean, plans = model.loss(part.tokens, part.targets, part.pos, part.doc)
+                mean, plans = model.loss(*part[:4], max_documents=config.max_documents)
                 weight = (part.targets >= 0).sum() / targets
                 more, routed = self.plan_figures(plans, config)
                 # Times the processes, since gradients are averaged over them.
