@@ -22,8 +22,8 @@ class Output(NamedTuple):
     plans: Plans
 
 
-def build_layer(config: ModelConfig, kind: str) -> nn.Module:
-    """One layer of a kind, as an Update."""
+def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = False) -> nn.Module:
+    """One layer of a kind, as an Update. scores_have_no_loss: see TopTokens."""
     dim = config.dim
     hidden = config.hidden or swiglu_hidden(dim)
     attention = Attention(
@@ -51,8 +51,9 @@ def build_layer(config: ModelConfig, kind: str) -> nn.Module:
     if kind == "random":
         return MoD(block, TopTokens(dim, config.capacity, gate=torch.ones_like, scorer=RandomScorer()))
     if kind in ROUTED_KINDS:
-        no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor, and a threshold needs no loss
-        router = TopTokens(dim, config.capacity, gate=config.gate, rule=config.rule, scores_have_no_loss=no_loss)
+        router = TopTokens(
+            dim, config.capacity, gate=config.gate, rule=config.rule, scores_have_no_loss=scores_have_no_loss
+        )
         return MoD(block, router)
     return block
 
@@ -69,11 +70,12 @@ def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **ca
 class Decoder(nn.Module):
     """Embedding, `layers` of the configured kinds, norm, head. Causal attention; routing by top k or causally."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, scores_have_no_loss: bool = False) -> None:
+        """scores_have_no_loss: a promise that no loss reads the routers' scores (see TopTokens), which saves memory."""
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(build_layer(config, kind) for kind in config.kinds)
+        self.layers = nn.ModuleList(build_layer(config, kind, scores_have_no_loss) for kind in config.kinds)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         if config.tied:

@@ -56,7 +56,7 @@ def test_slots_by_hand():
     plan = Slots(index, gates, torch.zeros(1, 4, 2), torch.zeros(1, 4, 2))
     x = torch.tensor([[[1.0], [2.0], [3.0], [4.0]]])
     assert plan.dispatch(x)[..., 0].tolist() == [[[2, 4], [1, 2]]]
-    assert plan.combine(plan.dispatch(x), 4)[..., 0].tolist() == [[1.0, 2 * 2.0 + 10 * 2.0, 0.0, 0.5 * 4]]
+    assert plan.combine(plan.dispatch(x))[..., 0].tolist() == [[1.0, 2 * 2.0 + 10 * 2.0, 0.0, 0.5 * 4]]
     assert plan.chosen.int().tolist() == [[[0, 1], [1, 1], [0, 0], [1, 0]]]
 
 
@@ -100,14 +100,14 @@ def test_gradcheck_of_dispatch_and_combine(make):
     rows = plan.dispatch(x).detach().requires_grad_()
     for check in (gradcheck, gradgradcheck):
         assert check(plan.dispatch, (x,))
-        assert check(lambda r: plan.combine(r, T), (rows,))
+        assert check(plan.combine, (rows,))
     weights = {"gates": getattr(plan, "gates", None), "into": getattr(plan, "into", None)}
     name, weight = next((n, w) for n, w in weights.items() if w is not None)
     weight = weight.clone().requires_grad_()
 
     def through(x, w):
         moved = plan._replace(**{name: w})
-        return moved.combine(moved.dispatch(x).tanh(), T)
+        return moved.combine(moved.dispatch(x).tanh())
 
     assert gradcheck(through, (x, weight))
 

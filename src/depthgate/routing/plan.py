@@ -159,8 +159,8 @@ class Soft(NamedTuple):
 
     def combine(self, rows: Tensor) -> Tensor:
         """rows (B, E, C, D) -> update (B, T, D): C Y."""
-        B, E, C, D = rows.shape
-        return torch.bmm(self.back.reshape(B, -1, E * C).to(rows.dtype), rows.reshape(B, E * C, D))
+        B, T, E, C = self.back.shape
+        return torch.bmm(self.back.reshape(B, T, E * C).to(rows.dtype), rows.reshape(B, E * C, rows.shape[-1]))
 
 
 Plan = Slots | Groups | Soft

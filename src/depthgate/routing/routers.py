@@ -87,7 +87,8 @@ class TopTokens(nn.Module):
         valid = None if pos is None else pos >= 0
         with torch.autocast(x.device.type, enabled=False):
             tokens = features(x, valid)
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not self.sparse):
+            sparse = self.sparse and torch.is_grad_enabled()
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not sparse):
                 logits = self.proj(tokens, pos, self.capacity)
                 scores = self._ranked(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
@@ -100,7 +101,7 @@ class TopTokens(nn.Module):
             chosen, filled, slot = _chosen_causally(wanted.mT, valid, fewest_slots)
         else:
             chosen, filled, slot = self._choose(ranked.mT, valid, doc, max_documents)
-        picked = self._routed_scores(x, chosen, filled, slot) if self.sparse else scores.mT.gather(2, chosen)
+        picked = self._routed_scores(x, chosen, filled, slot) if sparse else scores.mT.gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked, "gate")
         if filled is not None:

@@ -28,8 +28,8 @@ from depthgate.routing import Plans, Threshold
 class CompiledDecoder(Decoder):
     """A Decoder whose layers are compiled a few at a time, once for the whole pattern, and whose loss is compiled."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, *, scores_have_no_loss: bool = False) -> None:
+        super().__init__(config, scores_have_no_loss=scores_have_no_loss)
         # Kinds, training and evaluation, and stages of a falling capacity are all versions of one function.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self._residual = torch.compile(residual, dynamic=False)
@@ -48,10 +48,10 @@ class CompiledDecoder(Decoder):
 
 def build_decoder(config: ModelConfig, compiled: bool, world: World) -> Decoder:
     """A new Decoder. Where weights are to be sharded, whole layers are compiled: their hooks stand around them."""
-    if world.size == 1:
-        return (CompiledDecoder if compiled else Decoder)(config).to(world.device)
-    model = Decoder(config).to(world.device)
-    if compiled:
+    kind = CompiledDecoder if compiled and world.size == 1 else Decoder
+    no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor alone, and a threshold has no loss
+    model = kind(config, scores_have_no_loss=no_loss).to(world.device)
+    if compiled and world.size > 1:
         for layer in model.layers:
             layer.compile()
     return model
