@@ -96,7 +96,6 @@ def test_soft_by_hand():
 def test_gradcheck_of_dispatch_and_combine(make):
     plan = make()
     x = tokens_for(plan, requires_grad=True)
-    T = x.shape[1]
     rows = plan.dispatch(x).detach().requires_grad_()
     for check in (gradcheck, gradgradcheck):
         assert check(plan.dispatch, (x,))

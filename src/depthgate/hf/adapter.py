@@ -92,12 +92,15 @@ class HFLanguageModel:
         del doc  # positions tell documents apart
         with collected_plans(self.model) as plans:
             logits = self.model(tokens, use_cache=False, **self._options(pos, causal)).logits
-        return Output(logits, Plans(plans))
+        return Output(logits, tuple(plans))
 
-    def hidden(self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None, max_documents: int | None = None
+    ) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T). Positions restart at 0 with each document, and are -1 at padding
-        after the documents."""
-        x: Tensor = self.model.base_model(tokens, use_cache=False, **self._options(pos, causal)).last_hidden_state
+        after the documents; max_documents is the most that a row holds, where the caller knows."""
+        options = self._options(pos, causal, max_documents)
+        x: Tensor = self.model.base_model(tokens, use_cache=False, **options).last_hidden_state
         return x / getattr(self.model.config, "logits_scaling", 1.0)
 
     def loss(
@@ -112,11 +115,12 @@ class HFLanguageModel:
         del doc  # positions tell documents apart
         with collected_plans(self.model) as plans:
             x = self.hidden(tokens, pos, causal)
-        return linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten()), Plans(plans)
+        return linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten()), tuple(plans)
 
-    def _options(self, pos: Tensor | None, causal: bool | None) -> dict[str, Any]:
+    def _options(self, pos: Tensor | None, causal: bool | None, max_documents: int | None = None) -> dict[str, Any]:
         """Keywords of the model's forward."""
-        options: dict[str, Any] = {"causal_routing": causal} if self.routed else {}
+        routing: dict[str, Any] = {"causal_routing": causal, "max_documents": max_documents}
+        options = routing if self.routed else {}
         if pos is not None:  # padding becomes a document of its own
             options["position_ids"] = torch.where(pos < 0, (pos < 0).cumsum(1) - 1, pos)
         return options
