@@ -66,7 +66,7 @@ def test_empty_slots_hold_the_fill_and_add_nothing():
     assert plan.dispatch(pos, fill=-1).tolist() == [[[0, 2, -1], [1, 2, 4]], [[3, -1, -1], [0, 1, -1]]]
     rows = torch.full((2, 2, 3, 4), torch.nan, dtype=F64)
     rows = torch.where(plan.filled[..., None], 1.0, rows)
-    update = plan.combine(rows, 6)
+    update = plan.combine(rows)
     assert update.isfinite().all()
     assert update[0, 5].abs().sum() == 0  # token 5 stands in an empty slot only
 
@@ -80,7 +80,7 @@ def test_groups_by_hand():
     computed[0] *= 10  # expert 0
     computed[1:3] *= 100  # expert 1
     computed[3:] = torch.nan  # nobody's: never looked at
-    assert plan.combine(computed, 3)[0, :, 0].tolist() == [0.75 * 100, 0.5 * 20 + 0.25 * 200, 0.0]
+    assert plan.combine(computed)[0, :, 0].tolist() == [0.75 * 100, 0.5 * 20 + 0.25 * 200, 0.0]
 
 
 def test_soft_by_hand():
@@ -89,7 +89,7 @@ def test_soft_by_hand():
     plan = Soft(into, back, into)
     x = torch.tensor([[[4.0], [8.0]]])
     assert plan.dispatch(x)[0, :, 0, 0].tolist() == [7.0, 4.0]
-    assert plan.combine(plan.dispatch(x), 2)[0, :, 0].tolist() == [5.5, 7.0]
+    assert plan.combine(plan.dispatch(x))[0, :, 0].tolist() == [5.5, 7.0]
 
 
 @pytest.mark.parametrize("make", PLANS.values(), ids=PLANS.keys())
@@ -118,7 +118,7 @@ def test_combine_is_the_transpose_of_gated_dispatch(kind):
     y = tokens_for(plan)
     rows = torch.randn_like(plan.dispatch(y))
     gates = plan.gates[..., None] if isinstance(plan, Slots) else plan.gates.flatten()[plan.order][:, None]
-    close((plan.combine(rows, y.shape[1]) * y).sum(), (rows * gates * plan.dispatch(y)).sum())
+    close((plan.combine(rows) * y).sum(), (rows * gates * plan.dispatch(y)).sum())
 
 
 def test_merge_is_exact_at_gate_one_and_for_an_equal_row():
