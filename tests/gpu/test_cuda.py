@@ -6,12 +6,11 @@ import torch
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
 from depthgate.device import World
-from depthgate.model import Decoder
 from depthgate.ops import reference
 from depthgate.ops.attention import packed_attention
 from depthgate.ops.select import choose, choose_by_sorting, top_k, top_of_documents
 from depthgate.train import optim
-from depthgate.train.parallel import compile_parts
+from depthgate.train.parallel import build_decoder
 from depthgate.train.step import Step
 from tests.conftest import close
 from tests.zoo import LAYERS, D, build, gradients, loss
@@ -137,9 +136,7 @@ def _steps(**options):
     )
     torch.manual_seed(0)
     world = World(device="cuda")
-    model = Decoder(shape).cuda()
-    if config.compile:
-        compile_parts(model, world)
+    model = build_decoder(shape, config.compile, world)
     step = Step(model, optim.build(model, config, world), config, world)
     figures = []
     for seed in range(4):
