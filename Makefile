@@ -31,7 +31,8 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/depthgate bench layers
+	$(BIN)/python benchmarks/layers.py
+	$(BIN)/python benchmarks/generate.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

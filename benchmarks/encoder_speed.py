@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import answers
 from depthgate import MoDEncoder
-from depthgate.bench import answers
 from depthgate.device import count_flops, interleaved, machine
 
 HIDDEN, WINDOW, BATCH, WARMUP = 256, 256, 16, 3

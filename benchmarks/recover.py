@@ -21,12 +21,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import depthgate  # noqa: F401
+from depthgate.commands import bench
+from depthgate.commands.config import BenchConfig
 from depthgate.commands.eval import evaluate
 from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf import command, finetune, speed
-from depthgate.hf.config import BenchHFConfig
+from depthgate.hf import command, finetune
 
 _TRIAL = 12  # steps that say how long one takes; the first ones warm up
 
@@ -191,8 +192,8 @@ def main() -> None:
         folders[f"{name}, recovered"] = after
     if options.batches:
         for name, folder in folders.items():
-            asked = BenchHFConfig(str(folder), options.valid, options.batches, options.context, device=device)
-            rows.get(f"{name}, speed", lambda a=asked, f=folder: {"speeds": speed.speeds(str(f), a, device)})
+            asked = BenchConfig(str(folder), options.valid, options.batches, options.context)
+            rows.get(f"{name}, speed", lambda a=asked: {"speeds": bench.measure(a, device)})
     table(rows.found)
 
 

@@ -16,7 +16,7 @@ import torch
 from soft_moe_pytorch import SoftMoE as PeerSoftMoE
 from torch import Tensor, nn
 
-from depthgate.bench import answers
+import answers
 from depthgate.device import interleaved, machine
 from depthgate.layers import SoftMoE
 

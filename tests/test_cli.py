@@ -2,25 +2,52 @@
 
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 
 from depthgate import __version__
-from depthgate.cli import main
+from depthgate.cli import VERBS, _verb_parser, main
+from depthgate.config import ModelConfig
 
 
-def run(*args):
-    return subprocess.run([sys.executable, "-m", "depthgate", *args], capture_output=True, text=True, check=False)
+def shown(argv, capsys) -> str:
+    """What a command prints that ends while its options are read."""
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert not caught.value.code
+    return capsys.readouterr().out
 
 
-def test_version_and_help():
-    assert run("--version").stdout.strip() == f"depthgate {__version__}"
-    assert "bench" in run("--help").stdout
-    for verb in (["demo"], ["bench", "layers"]):
-        done = run(*verb, "--help")
-        assert done.returncode == 0
-        assert "--config" in done.stdout
-        assert "--json" in done.stdout
+def test_version_and_help(capsys):
+    assert shown(["--version"], capsys).strip() == f"depthgate {__version__}"
+    overview = shown(["--help"], capsys)
+    for verb in VERBS:
+        assert f"\n    {verb} " in overview
+        text = shown([verb, "--help"], capsys)
+        assert "--config" in text
+        assert "--json" in text
+
+
+@pytest.mark.parametrize("config", VERBS.values())
+def test_every_option_is_explained(config):
+    """Those of a base class and those that are typed without a value, too."""
+    explained = {action.dest: action.help for action in _verb_parser(config)._actions}
+    for each in fields(config):
+        names = [each.name] if each.type is not ModelConfig else [f"model.{each.name}" for each in fields(ModelConfig)]
+        assert all(explained[name] for name in names), each.name
+
+
+def test_help_and_presets_load_no_torch():
+    code = (
+        "import sys\n"
+        "from depthgate.cli import main\n"
+        "assert main(['presets', '--json']) == 0\n"
+        "try:\n    main(['train', '--help'])\n"
+        "except SystemExit:\n    sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -30,22 +57,38 @@ def test_version_and_help():
         (["demo", "--bogus", "1"], "--bogus"),
         (["demo", "--steps", "0"], "steps is 0"),
         (["demo", "--steps", "many"], "many"),
-        (["bench", "layers", "--dims", "a,b"], "'a,b'"),
-        (["bench", "layers", "--dtype", "int8"], "'int8'"),
+        (["bench", "--models", "a", "--batch", "a,b"], "'a,b'"),
+        (["bench", "--models", "a", "--dtype", "int8"], "'int8'"),
         (["demo", "--config", "missing.yaml"], "missing.yaml"),
         ([], "verb"),
-        (["bench"], "bench what? `depthgate bench WHAT`, where WHAT is one of: layers"),
         (["demo", "--seed", "9" * 24], "seed is 999"),
-        (["bench", "layers", "--seed", "9" * 24], "seed is 999"),
-        (["bench", "layers", "--batch", "1000000", "--seq", "1000000"], "out of memory"),
     ],
 )
-def test_bad_options_exit_2_with_a_short_message(args, says):
-    done = run(*args)
-    assert done.returncode == 2
-    assert says in done.stderr
+def test_bad_options_exit_2_with_a_short_message(args, says, capsys):
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.err.startswith("depthgate: error: ")
+    assert captured.out == ""
+
+
+def test_the_process_ends_as_main_says():
+    done = subprocess.run([sys.executable, "-m", "depthgate", "fly"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "fly" in done.stderr
     assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+
+
+def test_running_out_of_memory_is_one_line(capsys, monkeypatch):
+    def run(config, as_json):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes\nand more")
+
+    monkeypatch.setattr("depthgate.commands.presets.run", run)
+    assert main(["presets"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "depthgate: error: out of memory: DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes; "
+        "ask for less"
+    ]
 
 
 def test_a_yaml_file_sets_options_and_unknown_keys_are_refused(tmp_path, capsys):
@@ -55,6 +98,6 @@ def test_a_yaml_file_sets_options_and_unknown_keys_are_refused(tmp_path, capsys)
     assert "steps is 0" in capsys.readouterr().err
     bad = tmp_path / "bad.yaml"
     bad.write_text("step: 1\n")
-    for verb in (["demo"], ["bench", "layers"]):
-        assert main([*verb, "--config", str(bad)]) == 2
+    for verb in ("demo", "bench"):
+        assert main([verb, "--config", str(bad)]) == 2
         assert "'step'" in capsys.readouterr().err

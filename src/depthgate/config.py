@@ -374,8 +374,3 @@ class EvalConfig(Options):
     def check_together(self) -> None:
         if (self.data is None) == (self.tasks is None):
             raise InvalidValueError("eval needs a text or tasks: give --data or --tasks, and not both")
-
-
-@dataclass(frozen=True)
-class PresetsConfig(Options):
-    """List the presets of depthgate train, with parameters and FLOPs."""

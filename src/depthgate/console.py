@@ -1,9 +1,9 @@
-"""stderr, stdout and warnings of the command line, so that a reader who leaves or a full disk harms no run."""
+"""The terminal: tables, and streams that survive a reader who leaves or a full disk."""
 
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -63,3 +63,23 @@ def guarded() -> Iterator[None]:
         except OSError:
             silence(sys.stdout)
         sys.stderr, warnings.formatwarning = log, usual
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, caption: str | None = None
+) -> None:
+    """A table on stdout. The first column holds names; the others hold figures, and are never cut or wrapped."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=title and Text(title))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    console = Console(width=max(Console().width, 120))
+    console.print(table)
+    if caption:
+        console.print(Text(caption), soft_wrap=True)

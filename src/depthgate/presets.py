@@ -63,8 +63,18 @@ def preset(name: str) -> dict[str, Any]:
     return dict(PRESETS[name])
 
 
+def settle_vocab(options: Any) -> None:
+    """Let the size of a vocabulary imply a bpe tokenizer; the preset's size gives way to a tokenizer that was named."""
+    start = preset(options.preset)
+    if options.vocab is not None and options.tokenizer != "bpe":
+        if options.vocab == start.get("vocab"):
+            options.vocab = None
+        elif options.tokenizer == start.get("tokenizer", "bytes"):
+            options.tokenizer = "bpe"
+
+
 def train_config(name: str, **options: Any) -> TrainConfig:
-    """What `depthgate train --preset name` runs, with some of its options set."""
+    """The configuration that `depthgate train --preset NAME` runs, with some options set."""
     config: TrainConfig = build(TrainConfig, _nested({"preset": name, **preset(name), **options}))
     return config
 

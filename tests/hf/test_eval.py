@@ -1,4 +1,4 @@
-"""`depthgate eval` and `bench hf` on Hugging Face folders: by hand the same."""
+"""`depthgate eval` and `bench` on Hugging Face folders: by hand the same."""
 
 import json
 import math
@@ -108,11 +108,11 @@ def test_bench_times_models_whose_cache_is_right(tmp_path, capsys):
     dense, less = save_model(tmp_path / "dense"), save_model(tmp_path / "routed")
     routed("llama").save_pretrained(less)
     names = ["--models", f"{dense},{less}", "--data", str(text), "--device", "cpu"]
-    sizes = ["--context", "40", "--new_tokens", "4", "--repeats", "2", "--batches", "1,2"]
-    assert main(["bench", "hf", *names, *sizes, "--json"]) == 0
+    sizes = ["--context", "40", "--new_tokens", "4", "--repeats", "2", "--batch", "1,2"]
+    assert main(["bench", *names, *sizes, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["model"], row["batch"]) for row in rows] == [(str(m), b) for m in (dense, less) for b in (1, 2)]
+    assert [(row["model"], row["batch"]) for row in rows] == [(str(m), b) for b in (1, 2) for m in (dense, less)]
     assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
-    assert rows[2]["kv_bytes"] < rows[0]["kv_bytes"] == 4 * 2 * 2 * 8 * 47 * 4  # layers, k and v, heads, size, tokens
-    assert main(["bench", "hf", *names, *sizes]) == 0
+    assert rows[1]["kv_bytes"] < rows[0]["kv_bytes"] == 4 * 2 * 2 * 8 * 44 * 4  # layers, k and v, heads, size, tokens
+    assert main(["bench", *names, *sizes]) == 0
     assert "decode tokens/s" in capsys.readouterr().out

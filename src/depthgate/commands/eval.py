@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from depthgate.config import EvalConfig
+from depthgate.console import print_table
 from depthgate.data.batches import validation_rows
 from depthgate.data.token_file import Documents, cache_folder, everything, tokenize
 from depthgate.device import count_flops, resolve_device
@@ -52,17 +53,13 @@ def run(config: EvalConfig, as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{config.model} on {config.data}: {figures['tokens']:,} tokens")
-    for name in ("decision", "nats/token", "bits/byte"):
-        table.add_column(name, justify="left" if name == "decision" else "right")
-    table.add_row("causal", f"{figures['nats_per_token']:.4f}", f"{figures['bits_per_byte']:.4f}")
-    table.add_row("top k", f"{figures['nats_per_token_top_k']:.4f}", f"{figures['bits_per_byte_top_k']:.4f}")
-    console = Console()
-    console.print(table)
-    console.print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
+    rows = [
+        (name, f"{figures[f'nats_per_token{end}']:.4f}", f"{figures[f'bits_per_byte{end}']:.4f}")
+        for name, end in (("causal", ""), ("top k", "_top_k"))
+    ]
+    title = f"{config.model} on {config.data}: {figures['tokens']:,} tokens"
+    print_table(("decision", "nats/token", "bits/byte"), rows, title)
+    print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
     for name in ("routed_share", "agreement", "expert_share"):
         if figures[name]:
-            console.print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{v:.3f}' for v in figures[name])}")
+            print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{value:.3f}' for value in figures[name])}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from depthgate.config import GATE_NAMES, RULE_NAMES
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.options import DEVICES, Options, choice, count, token_share, weight, whole_numbers
+from depthgate.options import Options, choice, token_share, weight
 
 
 @dataclass(frozen=True)
@@ -49,42 +49,3 @@ def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:
     if len(set(numbers)) < len(numbers):
         raise InvalidValueError(f"layers is {list(layers)}: name each layer once")
     return tuple(sorted(numbers))
-
-
-@dataclass(frozen=True)
-class BenchHFConfig(Options):
-    """Time how fast Hugging Face models read and write, dense and converted.
-
-    Args:
-        models: folders of models, separated by commas
-        data: text that they read, as for depthgate train
-        batches: numbers of sequences computed at once, separated by commas
-        context: tokens of each sequence that are read
-        new_tokens: tokens of each that are written
-        repeats: how often the text is read
-        dtype: float32, bfloat16, or auto: on a CPU float32, else what each is stored in
-        device: cpu, cuda, or auto
-    """
-
-    models: str
-    data: str
-    batches: str | int = "1,8"
-    context: int = count(512)
-    new_tokens: int = count(32)
-    repeats: int = count(5)
-    dtype: str = choice("auto", ("auto", "float32", "bfloat16"))
-    device: str = choice("auto", DEVICES)
-
-    def check_together(self) -> None:
-        for batch in self.batch_sizes:
-            check_count(batch, "batches")
-
-    @property
-    def folders(self) -> list[str]:
-        """`models` as names."""
-        return self.models.split(",")
-
-    @property
-    def batch_sizes(self) -> list[int]:
-        """`batches` as numbers."""
-        return whole_numbers(self.batches, "batches")

@@ -1,15 +1,16 @@
-"""`depthgate bench layers`: every layer beside its dense twin in one run, times and FLOPs, forward and backward.
+"""Every layer and its dense twin in one run: times and FLOPs, forward and backward.
+
+    python benchmarks/layers.py --widths 256,1024 --device cuda --dtype bfloat16 --compile
 
 A layer is timed only after it gave the right answer: gradients included, against plain loops in float32 on a short
 sequence, and then as it is timed (dtype, shape, compiled) against itself without the compiler.
 """
 
+import argparse
 import copy
-import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -17,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate.bench import answers
-from depthgate.bench.config import BenchLayersConfig
-from depthgate.device import count_flops, interleaved, machine
+import answers
+import measure
+from depthgate.device import count_flops, interleaved
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SoftMoE, SwiGLU
 from depthgate.routing import TopTokens
@@ -47,7 +48,7 @@ def _heads(dim: int) -> int:
     raise InvalidValueError(f"dims has {dim}: rotary positions need an even width")
 
 
-def _cases(dim: int, config: BenchLayersConfig) -> Iterator[_Case]:
+def _cases(dim: int, config: argparse.Namespace) -> Iterator[_Case]:
     """All layers of one width; every block starts from the same weights."""
     block = Block(dim, Attention(dim, _heads(dim)), SwiGLU(dim))
     yield _Case("dense block", "dense block", block, partial(answers.plain_block, block))
@@ -67,8 +68,8 @@ def _cases(dim: int, config: BenchLayersConfig) -> Iterator[_Case]:
     yield _Case("Soft MoE", "dense MLP", soft, partial(answers.soft_moe, soft))
 
 
-def _right(case: _Case, dim: int, config: BenchLayersConfig) -> bool:
-    """Whether the layer answers as its reference does, on two short rows."""
+def _right(case: _Case, dim: int, config: argparse.Namespace) -> bool:
+    """True if the layer answers as its reference does, on two short rows."""
     layer = case.layer
     dtype = torch.float32
     if config.device == "cuda" and case.name == "MoE token choice":
@@ -81,7 +82,7 @@ def _right(case: _Case, dim: int, config: BenchLayersConfig) -> bool:
         return False
     if not isinstance(layer, MoD) or layer.router.capacity < 1:
         return True
-    # Everybody through a gate of one: the dense block itself.
+    # All tokens through a gate of one: the dense block itself.
     neutral = MoD(layer.block, TopTokens(dim, 1.0, gate="straight_through")).to(config.device)
     return torch.equal(neutral(x)[0], layer.block(x)[0])
 
@@ -110,7 +111,7 @@ def _captured(run: Callable[[], object], clear: Callable[[], None]) -> Callable[
 
 
 def _memory(fn: Callable[[], object], device: str) -> float | None:
-    """MiB that `fn` needs beyond what was held before it; None where nobody keeps count."""
+    """MiB that `fn` allocates at most; None where it is not counted."""
     if device != "cuda":
         return None
     torch.cuda.synchronize()
@@ -122,7 +123,7 @@ def _memory(fn: Callable[[], object], device: str) -> float | None:
     return (torch.cuda.max_memory_allocated() - held) / 2**20
 
 
-def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
+def _width(dim: int, config: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one width: a right layer has one forward and one with its backward, a wrong one a single error."""
     torch.manual_seed(config.seed)
     dtype = getattr(torch, config.dtype)
@@ -139,7 +140,7 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
             layer.zero_grad(set_to_none=True)
 
     for case in list(_cases(dim, config)):  # all built first: blocks are copied before the first is converted
-        _say(f"width {dim}: {case.name}")
+        measure.say(f"width {dim}: {case.name}")
         layer = case.layer.to(config.device)
         about = {"dim": dim, "layer": case.name, "against": case.against}
         right = _right(case, dim, config)
@@ -179,7 +180,7 @@ def _width(dim: int, config: BenchLayersConfig) -> list[dict[str, Any]]:
 
 
 def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each row beside its dense twin; None where the twin was wrong."""
+    """Add the ratios to the dense twin; None where the twin was wrong."""
     timed = {(row["layer"], row["pass"]): row for row in rows if "error" not in row}
     for (_, which), row in timed.items():
         twin = timed.get((row["against"], which))
@@ -189,7 +190,7 @@ def _with_ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _compiler(config: BenchLayersConfig) -> Iterator[None]:
+def _compiler(config: argparse.Namespace) -> Iterator[None]:
     """The compiler with an empty cache, and room in it: each layer is one more entry for the same function."""
     if not config.compile:  # and so need not load it
         yield
@@ -199,65 +200,47 @@ def _compiler(config: BenchLayersConfig) -> Iterator[None]:
         yield
 
 
-def run(config: BenchLayersConfig, as_json: bool) -> None:
-    """Measure every width, print one table or one JSON object; raises at the end if any layer was wrong."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DepthgateError("device is 'cuda', but no CUDA device is available: use --device cpu")
+def options() -> argparse.ArgumentParser:
+    found = measure.parser(__doc__)
+    found.add_argument("--widths", type=measure.whole_numbers, default=[256])
+    found.add_argument("--batch", type=int, default=8)
+    found.add_argument("--seq", type=int, default=256, help="tokens in a sequence")
+    found.add_argument("--experts", type=int, default=8, help="experts of MoE and Soft MoE")
+    found.add_argument("--compile", action="store_true", help="compile every layer with torch.compile")
+    found.add_argument("--cuda_graphs", action="store_true", help="capture each pass on cuda, and time its replay")
+    found.add_argument("--repeats", type=int, default=10, help="timed rounds, each of every layer")
+    return found
+
+
+def run(config: argparse.Namespace) -> None:
+    """Measure every width, and report."""
+    if config.cuda_graphs and config.device != "cuda":
+        raise DepthgateError("cuda_graphs needs --device cuda")
     for dim in config.widths:
         _heads(dim)
-    about = machine(config.device)
     rows: list[dict[str, Any]] = []
     for dim in config.widths:
         with _compiler(config):
             rows += _width(dim, config)
         if config.device == "cuda":
             torch.cuda.empty_cache()
-    if as_json:
-        print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
-    else:
-        _print_table(about, config, rows)
-    wrong = [f"{row['layer']} at width {row['dim']}" for row in rows if "error" in row]
-    if wrong:
-        raise DepthgateError(f"wrong answer, not timed: {', '.join(wrong)}")
+    columns = {
+        "layer": lambda row: f"{row['layer']}, width {row['dim']}",
+        "pass": lambda row: row["pass"],
+        "ms": measure.figure("ms", 2),
+        "time x": measure.figure("time_ratio", 3),
+        "FLOP x": measure.figure("flop_ratio", 3),
+        "GFLOP": measure.figure("flops", 2, 1e-9),
+        "TFLOP/s": measure.figure("tflop_per_s", 3),
+        "MiB": measure.figure("memory_mib"),
+    }
+    how = f"{config.dtype}{', compiled' * config.compile}{', CUDA graphs' * config.cuda_graphs}"
+    title = (
+        f"batch {config.batch}, seq {config.seq}, {how}: medians of {config.repeats}; x: against the dense block (MoD) "
+        "or the dense MLP (MoE); MiB: what a pass needs on top of the weights"
+    )
+    measure.report(config, rows, title, columns)
 
 
-def _say(text: str) -> None:
-    """Progress, on stderr so that stdout holds results alone."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_table(about: dict[str, Any], config: BenchLayersConfig, rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    shape = f"batch {config.batch}, seq {config.seq}, {config.dtype}{', compiled' if config.compile else ''}"
-    shape += ", CUDA graphs" if config.cuda_graphs else ""
-    for dim in config.widths:
-        table = Table(title=f"width {dim}, {shape}: medians of {config.repeats}", box=box.SIMPLE, padding=(0, 1, 0, 0))
-        table.add_column("layer", no_wrap=True)
-        table.add_column("pass", no_wrap=True)
-        for name in ("ms", "time x", "FLOP x", "GFLOP", "TFLOP/s", "MiB"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for row in (row for row in rows if row["dim"] == dim):
-            if "error" in row:
-                table.add_row(row["layer"], row["error"], style="red")
-                continue
-            table.add_row(
-                row["layer"],
-                "fwd" if row["pass"] == "forward" else "fwd+bwd",
-                f"{row['ms']:.2f}",
-                _figure(row["time_ratio"], 3),
-                _figure(row["flop_ratio"], 3),
-                f"{row['flops'] / 1e9:.2f}",
-                f"{row['tflop_per_s']:.3f}",
-                _figure(row["memory_mib"], 0),
-            )
-        console.print(table)
-    console.print("x: against the dense block (MoD) or the dense MLP (MoE). MiB: what a pass needs beyond the weights.")
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
-
-
-def _figure(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+if __name__ == "__main__":
+    measure.main(run, options().parse_args())

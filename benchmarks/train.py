@@ -1,17 +1,19 @@
-"""`depthgate bench train`: whole steps of `depthgate train` (forward, head, loss, backward, optimizer), dense and MoD.
+"""Whole steps of `depthgate train` (forward, head, loss, backward, optimizer): dense and MoD, time and FLOPs.
+
+    python benchmarks/train.py --widths 256,2048 --steps 6 --rounds 2 --llama 2048 --json
 
 A model is timed only after its loss and gradient norm over two steps were those of the plain step: not compiled, no
 graph, attention by masks, a few rows at a time.
 """
 
+import argparse
 import gc
 import json
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from statistics import median
@@ -19,12 +21,10 @@ from typing import Any
 
 import torch
 
-from depthgate.bench.config import BenchTrainConfig
-from depthgate.bench.llama import LlamaStep, check_transformers
-from depthgate.config import ModelConfig, TrainConfig
+import measure
+from depthgate.config import RULE_NAMES, ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
-from depthgate.device import World, machine, matmul_rate
-from depthgate.errors import DepthgateError
+from depthgate.device import World, matmul_rate
 from depthgate.flops import parameters, training_flops
 from depthgate.train import optim
 from depthgate.train.parallel import build_decoder
@@ -39,7 +39,7 @@ _ROWS = 8  # computed at once by the plain step
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
-def _model(dim: int, config: BenchTrainConfig, pattern: str) -> ModelConfig:
+def _model(dim: int, config: argparse.Namespace, pattern: str) -> ModelConfig:
     heads = dim // (128 if dim >= 1024 else 64)  # as the presets have them
     return ModelConfig(
         vocab=config.vocab,
@@ -54,7 +54,7 @@ def _model(dim: int, config: BenchTrainConfig, pattern: str) -> ModelConfig:
     )
 
 
-def _parts(dim: int, config: BenchTrainConfig) -> int:
+def _parts(dim: int, config: argparse.Namespace) -> int:
     """Parts a step is computed in: as few as fit, a large model's being smaller."""
     for parts in range(1, config.batch):
         if config.batch % parts == 0 and config.batch * config.seq * dim <= parts * _PART:
@@ -62,7 +62,7 @@ def _parts(dim: int, config: BenchTrainConfig) -> int:
     return config.batch
 
 
-def _training(model: ModelConfig, config: BenchTrainConfig) -> TrainConfig:
+def _training(model: ModelConfig, config: argparse.Namespace) -> TrainConfig:
     return TrainConfig(
         model=model,
         batch=config.batch,
@@ -76,7 +76,7 @@ def _training(model: ModelConfig, config: BenchTrainConfig) -> TrainConfig:
     )
 
 
-def _batches(config: BenchTrainConfig) -> list[Rows]:
+def _batches(config: argparse.Namespace) -> list[Rows]:
     """Random tokens, packed as training data is."""
     torch.manual_seed(config.seed)
     shape = (config.batch, config.seq)
@@ -128,7 +128,7 @@ def _seconds_a_step(step: Callable[[Rows], Figures], batches: list[Rows], steps:
 
 @contextmanager
 def _peak(device: str) -> Iterator[dict[str, float | None]]:
-    """Peak memory in MiB of what is done here, everything included; None where nobody keeps count."""
+    """Peak memory in MiB of what is done here, everything included; None where it is not counted."""
     found: dict[str, float | None] = {"mib": None}
     _free(device)
     if device == "cuda":
@@ -147,7 +147,7 @@ def _free(device: str) -> None:
 def _timed(
     make: Callable[[], Callable[[Rows], Figures]],
     wanted: list[tuple[float, float]] | None,
-    config: BenchTrainConfig,
+    config: argparse.Namespace,
     batches: list[Rows],
 ) -> dict[str, Any]:
     """Build, check against the `wanted` figures, time; as often as there are rounds."""
@@ -164,9 +164,9 @@ def _timed(
     return {"ms": 1000 * median(seconds), "spread": max(seconds) / min(seconds) - 1, "memory_mib": memory}
 
 
-def _row(dim: int, name: str, config: BenchTrainConfig, ceiling: float) -> dict[str, Any]:
+def _row(dim: int, name: str, config: argparse.Namespace, ceiling: float) -> dict[str, Any]:
     """One model of one width."""
-    _say(f"width {dim}: {name}")
+    measure.say(f"width {dim}: {name}")
     if config.compile:
         torch.compiler.reset()
     model = _model(dim, config, _PATTERNS[name])
@@ -174,7 +174,7 @@ def _row(dim: int, name: str, config: BenchTrainConfig, ceiling: float) -> dict[
     flops = training_flops(model) * tokens
     row: dict[str, Any] = {"dim": dim, "model": name, "parameters": parameters(model), "flops": flops}
     if name == _LLAMA:
-        row |= _timed(partial(LlamaStep, training), None, config, batches)
+        row |= _timed(partial(measure.LlamaStep, training), None, config, batches)
     else:
         row |= _timed(partial(_step, training), _plain_figures(training, batches), config, batches)
     if "error" not in row:
@@ -186,82 +186,65 @@ def _row(dim: int, name: str, config: BenchTrainConfig, ceiling: float) -> dict[
 
 
 def _with_ratios(row: dict[str, Any], dense: dict[str, Any]) -> dict[str, Any]:
-    """A row beside that of the dense model of its width; both must have been right."""
+    """Add the ratios to the dense model of the same width, if both were right."""
     if "error" not in row and "error" not in dense:
         row["time_ratio"], row["flop_ratio"] = row["ms"] / dense["ms"], row["flops"] / dense["flops"]
         row["time_over_flops"] = row["time_ratio"] / row["flop_ratio"]
     return row
 
 
-def run(config: BenchTrainConfig, as_json: bool) -> None:
-    """Measure every width, print one table or one JSON object; raises at the end if any model was wrong."""
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise DepthgateError("device is 'cuda', but no CUDA device is available: use --device cpu")
-    if config.llama_widths:
-        check_transformers()
+def options() -> argparse.ArgumentParser:
+    found = measure.parser(__doc__)
+    found.set_defaults(device="cuda", dtype="bfloat16")
+    found.add_argument(
+        "--widths",
+        type=measure.whole_numbers,
+        default=[256, 512, 1024, 2048],
+        help="heads are of 64, and of 128 from width 1024, four to one of keys",
+    )
+    found.add_argument("--layers", type=int, default=16)
+    found.add_argument("--seq", type=int, default=2048, help="tokens in a sequence")
+    found.add_argument("--batch", type=int, default=128, help="sequences in a step; wide models compute it in parts")
+    found.add_argument("--vocab", type=int, default=32768)
+    found.add_argument("--capacity", type=float, default=0.125, help="share of tokens in every other layer")
+    found.add_argument("--rule", choices=RULE_NAMES, default="predictor")
+    found.add_argument("--documents", type=int, default=1, help="documents packed into every sequence")
+    found.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    found.add_argument("--cuda_graph", action=argparse.BooleanOptionalAction, default=True)
+    found.add_argument("--steps", type=int, default=20, help="timed steps")
+    found.add_argument("--rounds", type=int, default=2, help="how often every model is built and timed")
+    found.add_argument("--llama", type=measure.whole_numbers, default=[], help="widths at which to time Llama as well")
+    return found
+
+
+def run(config: argparse.Namespace) -> None:
+    """Measure every width, and report."""
+    if config.llama:
+        measure.check_transformers()
     ceiling = matmul_rate(config.device, getattr(torch, config.dtype))
     cases = [(dim, name) for dim in config.widths for name in ("dense", "MoD")]
     rows: list[dict[str, Any]] = []
-    for dim, name in [*cases, *((dim, _LLAMA) for dim in config.llama_widths)]:
+    for dim, name in [*cases, *((dim, _LLAMA) for dim in config.llama)]:
         row = _row(dim, name, config, ceiling)
         rows.append(_with_ratios(row, next((r for r in rows if r["dim"] == dim), row)))
-        _say(json.dumps(row))  # a long run that is cut short has not been for nothing
-    about = {**machine(config.device), "matmul_tflop_per_s": ceiling / 1e12}
-    if as_json:
-        print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
-    else:
-        _print_table(about, config, rows)
-    if wrong := [f"{row['model']} at width {row['dim']}: {row['error']}" for row in rows if "error" in row]:
-        raise DepthgateError("wrong answer, not timed: " + "; ".join(wrong))
-
-
-def _say(text: str) -> None:
-    """Progress, on stderr so that stdout holds results alone."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _print_table(about: dict[str, Any], config: BenchTrainConfig, rows: list[dict[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+        measure.say(json.dumps(row))  # a long run that is cut short has not been for nothing
     how = "".join([", compiled" * config.compile, ", CUDA graph" * (config.cuda_graph and config.device == "cuda")])
-    shape = (
-        f"{config.layers} layers, batch {config.batch} x {config.seq}, vocabulary {config.vocab}, {config.dtype}{how}"
-    )
-    table = Table(title=f"Whole training steps: {shape}", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    names = (
-        "dim",
-        "model",
-        "M params",
-        "ms",
-        "tokens/s",
-        "TFLOP/s",
-        "of ceiling",
-        "GiB",
-        "time x",
-        "FLOP x",
-        "time/FLOP",
-    )
-    for name in names:
-        table.add_column(name, justify="left" if name == "model" else "right", no_wrap=True)
-    for row in rows:
-        if "error" in row:
-            table.add_row(str(row["dim"]), row["model"], "wrong answer", style="red")
-            continue
-        table.add_row(
-            str(row["dim"]),
-            row["model"],
-            f"{row['parameters'] / 1e6:.1f}",
-            f"{row['ms']:.2f}",
-            f"{row['tokens_per_second']:,.0f}",
-            f"{row['tflop_per_s']:.1f}",
-            f"{row['of_ceiling']:.1%}",
-            "-" if row["memory_mib"] is None else f"{row['memory_mib'] / 1024:.1f}",
-            f"{row.get('time_ratio', float('nan')):.3f}",
-            f"{row.get('flop_ratio', float('nan')):.3f}",
-            f"{row.get('time_over_flops', float('nan')):.3f}",
-        )
-    console = Console(width=max(140, Console().width))
-    console.print(table)
-    console.print(", ".join(f"{key} {value}" for key, value in about.items()), soft_wrap=True)
+    shape = f"{config.layers} layers, batch {config.batch} x {config.seq}, vocabulary {config.vocab}"
+    columns = {
+        "model": lambda row: f"{row['model']} {row['dim']}",
+        "M params": measure.figure("parameters", 1, 1e-6),
+        "ms": measure.figure("ms", 2),
+        "tokens/s": measure.figure("tokens_per_second"),
+        "TFLOP/s": measure.figure("tflop_per_s", 1),
+        "% of ceiling": measure.figure("of_ceiling", 1, 100),
+        "GiB": measure.figure("memory_mib", 1, 1 / 1024),
+        "time x": measure.figure("time_ratio", 3),
+        "FLOP x": measure.figure("flop_ratio", 3),
+        "time/FLOP": measure.figure("time_over_flops", 3),
+    }
+    title = f"Whole training steps: {shape}, {config.dtype}{how}"
+    measure.report(config, rows, title, columns, matmul_tflop_per_s=ceiling / 1e12)
+
+
+if __name__ == "__main__":
+    measure.main(run, options().parse_args())

@@ -1,4 +1,4 @@
-"""What every timed layer must answer: its equations with plain loops, over the layer's own weights.
+"""The answer that every timed layer must give: its equations with plain loops, over the layer's own weights.
 
 Nothing here calls the library's routers, plans or ops, so that a mistake there cannot hide in both sides.
 """
@@ -32,14 +32,14 @@ def with_gradients(layer: nn.Module, fn: Callable[[Tensor], object], x: Tensor, 
 
 def weights_as_one(parts: Sequence[Tensor]) -> list[Tensor]:
     """`with_gradients` with the gradients of all parameters as one vector. For comparisons in low precision: a gradient
-    that is one number, as a router's bias, is a sum over all tokens that nearly cancels, and its rounding is large
-    beside itself but not beside the rest."""
+    that is one number, such as a router's bias, is a sum over all tokens that nearly cancels, and its rounding is large
+    next to itself but not next to the rest."""
     answer, grad_x, *weights = parts
     return [answer, grad_x, torch.cat([w.flatten().float() for w in weights])]
 
 
 def agree(got: Sequence[Tensor], wanted: Sequence[Tensor], dtype: torch.dtype) -> bool:
-    """Whether each tensor is what it should be, to the tolerance of `dtype`; NaN never is."""
+    """True if each tensor is what it should be, to the tolerance of `dtype`; NaN never is."""
     return all(_distance(g, w) <= TOLERANCE[dtype] for g, w in zip(got, wanted, strict=True))
 
 

@@ -1,1 +1,0 @@
-"""Measuring: times, FLOPs and memory, reported only where the answer was right."""

@@ -1,0 +1,3 @@
+"""`depthgate demo`."""
+
+from depthgate.demo.command import run as run

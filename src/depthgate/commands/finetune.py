@@ -1,0 +1,3 @@
+"""`depthgate finetune`."""
+
+from depthgate.hf.finetune import run as run

@@ -1,0 +1,3 @@
+"""`depthgate isoflop`."""
+
+from depthgate.isoflop.study import run as run

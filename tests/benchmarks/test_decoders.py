@@ -1,0 +1,76 @@
+"""benchmarks/generate.py and benchmarks/train.py on models of a few thousand weights."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import generate
+import measure
+import train
+from depthgate.errors import DepthgateError
+from depthgate.flops import training_flops
+
+ROOT = Path(__file__).parents[2]
+STEPS = "--widths 128 --layers 2 --seq 16 --batch 2 --vocab 64 --steps 1 --rounds 1 --device cpu --dtype float32"
+STEPS = [*STEPS.split(), "--no-compile", "--json"]
+
+
+def report(module: Any, options: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    module.run(module.options().parse_args(options))
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert set(found) == {"machine", "config", "rows"}
+    return found
+
+
+def test_random_weights_are_measured_at_their_configured_share(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--contexts", "64", "--batches", "1", "--new_tokens", "8", "--json"]
+    rows = {(row["model"], row["cache"]): row for row in report(generate, options, capsys)["rows"]}
+    assert set(rows) == {(name, cache) for name in ("dense", "MoD") for cache in (True, False)}
+    dense, mod = rows["dense", True], rows["MoD", True]
+    assert 0.5 < mod["kv_ratio"] == mod["kv_bytes"] / dense["kv_bytes"] < 0.6
+    assert "kv_bytes" not in rows["MoD", False]
+    assert all(row["tokens_per_second"] > 0 for row in rows.values())
+
+
+def test_steps_are_timed_with_their_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(train, STEPS, capsys)
+    dense, mod = found["rows"]
+    assert [row["model"] for row in (dense, mod)] == ["dense", "MoD"]
+    config = train.options().parse_args(STEPS)
+    assert mod["flops"] == 2 * 16 * training_flops(train._model(128, config, "dense,mod"))
+    assert mod["flop_ratio"] == mod["flops"] / dense["flops"] < 1
+    assert mod["time_over_flops"] == pytest.approx(mod["ms"] / dense["ms"] / mod["flop_ratio"])
+    assert found["machine"]["matmul_tflop_per_s"] > 0
+
+
+def test_a_wrong_step_gets_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "_plain_figures", lambda *_: [(1.0, 1.0)] * 2)
+    with pytest.raises(DepthgateError, match="wrong answer, not timed: dense"):
+        train.run(train.options().parse_args(STEPS))
+    assert all("ms" not in row and "error" in row for row in json.loads(capsys.readouterr().out)["rows"])
+
+
+def test_llama_without_transformers_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
+    with pytest.raises(SystemExit) as caught:
+        measure.main(generate.run, generate.options().parse_args(["--llama", "--json"]))
+    captured = capsys.readouterr()
+    assert (caught.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert "pip install 'depthgate[hf]'" in captured.err
+
+
+def test_scripts_load_where_the_command_line_is_not_installed() -> None:
+    missing = ("jsonargparse", "docstring_parser", "yaml", "transformers")
+    code = (
+        f"import sys, runpy; sys.modules.update(dict.fromkeys({missing})); runpy.run_path('train.py', None, '__main__')"
+    )
+    options = {"cwd": ROOT / "benchmarks", "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", code, "--help"], **options)
+    assert done.returncode == 0, done.stderr
+    assert "--widths" in done.stdout
