@@ -27,7 +27,7 @@ from depthgate.data.batches import Rows
 from depthgate.device import World, matmul_rate
 from depthgate.flops import parameters, training_flops
 from depthgate.train import optim
-from depthgate.train.parallel import build_decoder
+from depthgate.train.loop import Pretraining
 from depthgate.train.step import Figures, Step
 
 _LLAMA = "Llama, transformers"
@@ -93,11 +93,10 @@ def _batches(config: argparse.Namespace) -> list[Rows]:
 def _step(training: TrainConfig) -> Step:
     """A fresh model's step, as `depthgate train` makes it."""
     world = World(device=training.device)
-    torch.manual_seed(training.seed)
-    model = build_decoder(training.model, training.compile, world)
-    optimizers = optim.build(model, training, world)
+    task = Pretraining(training, world)
+    optimizers = optim.build(task.model, training, world)
     optim.set_rate(optimizers, 1e-4)
-    return Step(model, optimizers, training, world)
+    return Step(task, optimizers, training, world, optim.capturable(training, world))
 
 
 def _plain_figures(training: TrainConfig, batches: list[Rows]) -> list[tuple[float, float]]:

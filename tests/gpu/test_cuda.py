@@ -10,7 +10,7 @@ from depthgate.ops import reference
 from depthgate.ops.attention import packed_attention
 from depthgate.ops.select import choose, choose_by_sorting, top_k, top_of_documents
 from depthgate.train import optim
-from depthgate.train.parallel import build_decoder
+from depthgate.train.loop import Pretraining
 from depthgate.train.step import Step
 from tests.conftest import close
 from tests.zoo import LAYERS, D, build, gradients, loss
@@ -134,10 +134,9 @@ def _steps(**options):
     config = TrainConfig(
         model=shape, batch=4, max_documents=2, dtype="bfloat16", device="cuda", router_lr=3.0, **options
     )
-    torch.manual_seed(0)
     world = World(device="cuda")
-    model = build_decoder(shape, config.compile, world)
-    step = Step(model, optim.build(model, config, world), config, world)
+    task = Pretraining(config, world)
+    step = Step(task, optim.build(task.model, config, world), config, world, optim.capturable(config, world))
     figures = []
     for seed in range(4):
         ids = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(seed))
@@ -145,7 +144,7 @@ def _steps(**options):
         pos = (torch.arange(32) - 20 * doc[0]).repeat(4, 1)
         optim.set_rate(step.optimizers, 1e-3 * (seed + 1))
         figures.append(step(Rows(ids, ids.roll(-1, 1), pos, doc, torch.zeros(4).long())).read())
-    return figures, {name: weight.clone() for name, weight in model.state_dict().items()}
+    return figures, {name: weight.clone() for name, weight in task.model.state_dict().items()}
 
 
 @pytest.mark.parametrize("compiled", [False, True])

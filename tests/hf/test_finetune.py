@@ -20,8 +20,8 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import everything, tokenize
-from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
-from depthgate.hf.calibrate import calibrate, is_neutral
+from depthgate.hf.adapter import HFLanguageModel, collected_plans, tokenizer_of
+from depthgate.hf.calibrate import are_neutral, calibrate
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import tokens
 
@@ -153,17 +153,17 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
     language = HFLanguageModel(model, tokenizer_of(folder), 48)
     packed = Packed(everything(tokenize(str(home / "text"), language.tokenizer, tmp_path)), 48)
     batch = packed.rows(range(16))
-    assert is_neutral(language)
+    assert are_neutral(language.routed)
     seen = []
     for layer in language.routed:
         layer.register_forward_hook(
             lambda _, args, out: seen.append((out - args[0]).norm(dim=-1) / args[0].norm(dim=-1))
         )
     calibrate(language, batch, 0.5)
-    assert not is_neutral(language)
+    assert not are_neutral(language.routed)
     changes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]
     model.eval()
-    with torch.no_grad(), language.plans() as plans:
+    with torch.no_grad(), collected_plans(model) as plans:
         language.hidden(batch.tokens, batch.pos, causal=True)
     first = batch.pos == 0
     chosen, change = plans[0].chosen[..., 0], changes[0]  # of the first routed layer, whose tokens are as they were

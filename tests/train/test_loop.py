@@ -168,16 +168,16 @@ def test_another_run_is_not_overwritten(tmp_path, data, capsys):
 
 
 def test_schedules_by_hand():
-    config = TrainConfig(steps=110, warmup=10, lr=1.0, lowest_lr=0.1, capacity_steps=16)
+    config = TrainConfig(steps=110, warmup=10, lr=1.0, lowest_lr=0.1)
     assert optim.rate(config, 0) == pytest.approx(0.1)
     assert optim.rate(config, 9) == pytest.approx(1.0)
     assert optim.rate(config, 60) == pytest.approx(0.1 + 0.9 * 0.5)
     assert optim.rate(config, 110) == pytest.approx(0.1)
     stable = TrainConfig(steps=100, warmup=0, lr=1.0, lowest_lr=0.0, schedule="wsd")
     assert [optim.rate(stable, s) for s in (0, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
-    assert optim.capacity(config, 0) == 1.0
-    assert optim.capacity(config, 8) == pytest.approx((1 + 0.125) / 2)
-    assert optim.capacity(config, 16) == 0.125
+    assert optim.capacity(0.125, 0, 16) == 1.0
+    assert optim.capacity(0.125, 8, 16) == pytest.approx((1 + 0.125) / 2)
+    assert optim.capacity(0.125, 16, 16) == 0.125
 
 
 def test_no_document_is_left_out_unless_asked(tmp_path):

@@ -216,7 +216,7 @@ def test_what_a_killed_process_left_is_ignored_and_cleared_away(tmp_path, data):
     assert train(tmp_path / "a", data, 5) == 0
     (tmp_path / "a" / ".tmp-step-7-dead").mkdir()
     (tmp_path / "a" / ".tmp-step-7-dead" / "model.safetensors").write_bytes(b"half")
-    for name in (".config.json.tmp", ".metrics.jsonl.tmp"):
+    for name in (".config.json.0a1b2c3d.part", ".metrics.jsonl.0a1b2c3d.part"):
         (tmp_path / "a" / name).write_text("half")
     assert dg.load(tmp_path / "a")
     assert train(tmp_path / "a", data, 7, "--resume") == 0

@@ -6,10 +6,9 @@ import torch
 import depthgate as dg
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
-from depthgate.device import World
 from depthgate.routing import causal_bce
 from depthgate.train import optim
-from depthgate.train.parallel import build_decoder
+from depthgate.train.loop import Pretraining
 from depthgate.train.step import Step
 from tests.conftest import close
 
@@ -36,15 +35,14 @@ def rows(seed=0, batch=4):
 
 def built(**options):
     config = TrainConfig(model=options.pop("model", MODEL), batch=4, **options)
-    torch.manual_seed(0)
-    model = build_decoder(config.model, config.compile, World())
-    return Step(model, optim.build(model, config), config)
+    task = Pretraining(config)
+    return Step(task, optim.build(task.model, config), config)
 
 
 def everything(step):
     """Every number a step may change."""
-    kept = optim.state_tensors(step.model, step.optimizers)
-    return {n: t.detach().clone() for n, t in {**step.model.state_dict(), **kept}.items()}
+    kept = optim.state_tensors(step.task.model, step.optimizers)
+    return {n: t.detach().clone() for n, t in {**step.task.model.state_dict(), **kept}.items()}
 
 
 @pytest.mark.parametrize("rule", ["scores", "predictor"])
@@ -85,7 +83,7 @@ def test_equals_the_step_written_out(accumulate, rule):
         assert got_norm == pytest.approx(norm.item(), rel=1e-4)
         assert norm > 0.1  # so that clipping was tested
         assert shares == pytest.approx([2 / 8])  # of each document of 5 and 3 tokens, one
-    for (name, weight), wanted in zip(step.model.named_parameters(), model.parameters(), strict=True):
+    for (name, weight), wanted in zip(step.task.model.named_parameters(), model.parameters(), strict=True):
         assert torch.allclose(weight, wanted, atol=2e-4), name
 
 
@@ -99,7 +97,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, rule, first):
     if not first:
         step(rows())
     before = everything(step)
-    hook = step.model.layers[0].ffn.down.weight.register_hook(lambda grad: grad * torch.nan)
+    hook = step.task.model.layers[0].ffn.down.weight.register_hook(lambda grad: grad * torch.nan)
     _, norm, _ = step(rows()).read()
     hook.remove()
     assert norm != norm
@@ -118,7 +116,7 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer, rule, first):
 def test_whatever_is_not_finite_stays_out_of_the_weights(where):
     step = built()
     step(rows())
-    held = step.model.state_dict()
+    held = step.task.model.state_dict()
     if where == "router weight":
         held["layers.1.router.proj.weight"].fill_(torch.nan)
     elif where == "loss":
@@ -126,7 +124,7 @@ def test_whatever_is_not_finite_stays_out_of_the_weights(where):
     elif where == "unrouted token":
         held["embed.weight"][7].fill_(torch.nan)
     else:
-        step.model.layers[0].ffn.down.weight.register_hook(lambda grad: grad.fill_(3e38))
+        step.task.model.layers[0].ffn.down.weight.register_hook(lambda grad: grad.fill_(3e38))
     before = everything(step)
     step(rows())
     for name, tensor in everything(step).items():
@@ -138,7 +136,7 @@ def test_one_spike_is_one_skip():
     spiked, smooth = built(), built()
     for seed in range(4):
         if seed == 2:
-            hook = spiked.model.layers[0].ffn.down.weight.register_hook(lambda grad: grad * torch.inf)
+            hook = spiked.task.model.layers[0].ffn.down.weight.register_hook(lambda grad: grad * torch.inf)
             spiked(rows(9))
             hook.remove()
         spiked(rows(seed))
@@ -160,7 +158,7 @@ def test_bf16_stays_near_fp32():
     for dtype in ("float32", "bfloat16"):
         step = built(dtype=dtype)
         losses.append(torch.tensor([step(rows(seed)).read()[0] for seed in range(3)]))
-        assert all(p.dtype == torch.float32 for p in step.model.parameters())
+        assert all(p.dtype == torch.float32 for p in step.task.model.parameters())
     close(losses[1], losses[0], torch.bfloat16)
 
 

@@ -1,3 +1,50 @@
-"""`depthgate finetune`."""
+"""`depthgate finetune`: recover the quality of a converted model, by default by learning from the dense one.
 
-from depthgate.hf.finetune import run as run
+The run's folder is the model's: config.json and weights as transformers keeps them, finetune.json, metrics.jsonl, and
+checkpoints (step-N) from which --resume goes on. They hold what is trained, not what is frozen.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from depthgate.checkpoint.store import METRICS
+from depthgate.config import FinetuneConfig
+from depthgate.data.batches import Packed
+from depthgate.data.token_file import cache_folder, everything, tokenize
+from depthgate.device import World, resolve_device
+from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
+from depthgate.hf.conversion import routed_layers
+from depthgate.hf.folder import load
+from depthgate.hf.recover import Recovery, decays
+from depthgate.hf.tokenizer_files import check_generation, check_text
+from depthgate.train import optim
+from depthgate.train.loop import Loop
+from depthgate.train.run_folder import opened
+
+_CONFIG = "finetune.json"
+
+
+def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
+    """Fine-tune, or go on; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
+    config, source, out = config.settled, Path(config.model), Path(config.out)
+    if source.resolve() in (out.resolve(), *out.resolve().parents):
+        raise InvalidValueError(f"out is {out}, in the folder of --model, which stays as it is: choose another")
+    device = resolve_device(config.device)
+    if config.dtype == "auto":
+        config = replace(config, dtype="bfloat16" if device == "cuda" else "float32")
+    check_generation(source)
+    model = load(source)
+    check_text(source)
+    if not routed_layers(model):
+        raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
+    with opened(config, resume, _CONFIG) as folder:
+        language = HFLanguageModel(model, tokenizer_of(source), config.seq)
+        documents = everything(tokenize(config.data, language.tokenizer, cache_folder()))
+        packed = Packed(documents, config.seq, config.seed)
+        task = Recovery(language, config, device, packed.most_documents)
+        optimizers = [optim.adamw(task.trained.items(), config, decays)]
+        code = Loop(config, folder, task, optimizers, packed, World(device=device)).run(resume)
+    if as_json:  # the last row of metrics
+        print((folder / METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
+    return code

@@ -15,8 +15,7 @@ from depthgate.demo.results import measured
 from depthgate.demo.runs import steps_done, train, twins
 from depthgate.device import machine
 from depthgate.errors import DepthgateError
-from depthgate.files import replace
-from depthgate.train.run_folder import write_json
+from depthgate.files import replace, write_json
 
 
 def run(config: DemoConfig, as_json: bool) -> int:

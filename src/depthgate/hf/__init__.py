@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "depthgate.hf.change": ("layer_changes",),
+    "depthgate.hf.calibrate": ("layer_changes",),
     "depthgate.hf.config": ("Routing",),
     "depthgate.hf.conversion": ("convert", "routed_layers", "set_capacity"),
     "depthgate.hf.decoder": ("export", "to_decoder"),
@@ -19,7 +19,7 @@ _HOMES = {
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 if TYPE_CHECKING:
-    from depthgate.hf.change import layer_changes as layer_changes
+    from depthgate.hf.calibrate import layer_changes as layer_changes
     from depthgate.hf.config import Routing as Routing
     from depthgate.hf.conversion import convert as convert
     from depthgate.hf.conversion import routed_layers as routed_layers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthgate.config import ConvertConfig
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.change import layer_changes, least_changing
+from depthgate.hf.calibrate import layer_changes, least_changing
 from depthgate.hf.code import check_config
 from depthgate.hf.conversion import convert, set_capacity
 from depthgate.hf.families import check_config_values, family_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from depthgate.config import check_neutral
 from depthgate.errors import InvalidValueError, check_capacity
-from depthgate.hf.change import layer_changes, least_changing
+from depthgate.hf.calibrate import layer_changes, least_changing
 from depthgate.hf.classes import install, model_classes
 from depthgate.hf.config import Routing, checked_layers
 from depthgate.hf.families import family_of

@@ -1,160 +1,171 @@
-"""A converted model that learns: which of its weights, from whom, and how a batch becomes gradients."""
+"""Recovery of a converted model: which weights learn, from which teacher, by which loss, and what is written.
+
+`Recovery` is a task of the training loop (depthgate.train.loop), which `depthgate finetune` runs.
+"""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from depthgate import files
 from depthgate.config import FinetuneConfig
-from depthgate.data.batches import Rows
-from depthgate.device import count_flops, matmul_rate
+from depthgate.data.batches import Packed, Rows
+from depthgate.device import count_flops
 from depthgate.errors import DepthgateError
 from depthgate.hf.adapter import HFLanguageModel, cast, dense_of
-from depthgate.hf.calibrate import scaled, unscaled
+from depthgate.hf.calibrate import calibrate, scale_routers, unscale_routers
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import set_capacity
 from depthgate.hf.families import FAMILIES, PREFIX
+from depthgate.hf.folder import load
+from depthgate.hf.tokenizer_files import copy_text
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
-from depthgate.routing import Slots, Threshold, routed_share
+from depthgate.routing import Plans, Slots, Threshold, routed_share
 
-_DECAY = 0.9  # of moving thresholds
-
-
-def build(language: HFLanguageModel, config: FinetuneConfig, device: str) -> "Student":
-    """The student on its device, with the teacher that the configuration asks for."""
-    teacher = None
-    if config.loss == "distillation":
-        dense = dense_of(Path(config.teacher or config.model))
-        if dense.config.vocab_size != language.model.config.vocab_size:
-            raise DepthgateError(
-                f"the teacher has {dense.config.vocab_size} ids, the model {language.model.config.vocab_size}: "
-                "they must have one vocabulary"
-            )
-        dense = cast(dense, getattr(torch, config.dtype)).to(device).requires_grad_(False)
-        teacher = HFLanguageModel(dense, language.tokenizer, language.context)
-    return Student(language, teacher, config, device)
+_DECAY = 0.9  # of moving thresholds: scores move much in a short time
 
 
-class Student:
-    """The model in training mode. `trained` are its weights that learn, by name, in float32."""
+class Recovery:
+    """The task of a converted model that learns what routing has lost. `trained` are the weights that learn, by name,
+    in float32."""
 
-    def __init__(
-        self, language: HFLanguageModel, teacher: HFLanguageModel | None, config: FinetuneConfig, device: str
-    ) -> None:
-        self.language, self.teacher, self.config, self.device = language, teacher, config, device
-        model = language.model
-        self.stored: torch.dtype = model.dtype
-        self._adapted: Any = None
+    def __init__(self, language: HFLanguageModel, config: FinetuneConfig, device: str, max_documents: int) -> None:
+        self.language, self.config, self.device, self.max_documents = language, config, device, max_documents
+        self.model: Any = language.model
+        self.teacher = self._teacher()
+        self._stored: torch.dtype = self.model.dtype
         torch.manual_seed(config.seed)
-        if config.train == "lora":
-            self._adapted = _with_lora(model, config.rank)
+        self._adapted = _with_lora(self.model, config.rank) if config.train == "lora" else None
         if config.train == "full" or config.dtype == "float32":
-            cast(model, torch.float32)
-        model.to(device).train()
-        scaled(language)
-        for name, weight in model.named_parameters():
+            cast(self.model, torch.float32)
+        self.model.to(device).train()
+        scale_routers(language.routed)
+        for name, weight in self.model.named_parameters():
             learns = config.train == "full" or ROUTER in name or "lora_" in name
             weight.requires_grad_(learns)
             if learns:
                 weight.data = weight.data.float()
-        self.trained: dict[str, nn.Parameter] = {n: w for n, w in model.named_parameters() if w.requires_grad}
+        self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
         for layer in language.routed:
-            layer.rule_loss /= config.accumulate  # every part adds it
+            layer.rule_loss /= config.accumulate  # every part of a batch adds it
             router: Any = layer.depth_router
             router.share = torch.zeros((), device=device)
             router.register_forward_hook(_note_share)
-            if isinstance(layer.depth_router.rule, Threshold):  # scores move much in a short time
-                layer.depth_router.rule.decay = _DECAY
+            if isinstance(router.rule, Threshold):
+                router.rule.decay = _DECAY
         if config.checkpointing:
-            model.gradient_checkpointing_enable()
-            model.enable_input_require_grads()
+            self.model.gradient_checkpointing_enable()
+            self.model.enable_input_require_grads()
         if config.compile:
-            for each in (language, teacher):
-                if each is not None:
-                    _compile_layers(each.model)
-        self.max_documents: int | None = None
+            _compile_layers(self.model)
+            if self.teacher is not None:
+                _compile_layers(self.teacher.model)
         self._flops = self._count_flops()
-        self.peak = matmul_rate(device, getattr(torch, config.dtype))
+        self.goal = self.capacity if config.capacity is None else config.capacity
+        steps = config.steps if config.schedule_steps is None else config.schedule_steps
+        # One at least, if any are wanted, and never the last, which is at the goal.
+        wanted = max(int(config.capacity_share * steps), int(config.capacity_share > 0))
+        self.falling_steps = min(wanted, steps - 1)
+
+    def _teacher(self) -> HFLanguageModel | None:
+        """The dense model to learn from, if the configuration asks for one."""
+        if self.config.loss != "distillation":
+            return None
+        dense = dense_of(Path(self.config.teacher or self.config.model))
+        if dense.config.vocab_size != self.model.config.vocab_size:
+            raise DepthgateError(
+                f"the teacher has {dense.config.vocab_size} ids, the model {self.model.config.vocab_size}: "
+                "they must have one vocabulary"
+            )
+        dense = cast(dense, getattr(torch, self.config.dtype)).to(self.device).requires_grad_(False)
+        return HFLanguageModel(dense, self.language.tokenizer, self.language.context)
 
     @property
     def capacity(self) -> float:
-        """The share of tokens that routed layers take now."""
+        """Share of the tokens that routed layers take now."""
         return self.language.routed[0].depth_router.capacity
 
-    def expect_documents(self, most: int) -> None:
-        """Promise that sequences hold no more documents than this, so that routers need not count them."""
-        self.max_documents = most
+    def set_capacity(self, capacity: float) -> None:
+        """Let routed layers take another share from now on."""
+        set_capacity(self.model, capacity)
 
-    def held(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: weights that learn, and the thresholds of the rules."""
-        buffers = {n: b for n, b in self.language.model.named_buffers() if ROUTER in n}
-        return {**{n: w.detach() for n, w in self.trained.items()}, **buffers}
+    def begin(self, packed: Packed) -> None:
+        """Calibrate the routers, if the configuration asks for it."""
+        if self.config.calibrate:
+            rows = packed.rows(range(-(-self.config.calibrate // self.config.seq)))
+            with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled for it
+                calibrate(self.language, rows, self.goal)
 
-    def backward(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """Gradients of a batch, a part at a time; parts weigh as many targets as they have. Gives the loss, and the
-        share of its tokens that each routed layer took."""
-        rows = Rows(*(t.to(self.device, non_blocking=True) for t in rows))
-        targets = (rows.targets >= 0).sum().clamp(min=1)
-        total = torch.zeros((), device=self.device)
-        shares: list[list[Tensor]] = []
-        for part in (Rows(*p) for p in zip(*(t.chunk(self.config.accumulate) for t in rows), strict=True)):
-            with self._precision():
-                loss = self._loss(part)
-            weight = (part.targets >= 0).sum() / targets
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach() * weight
-            routers: list[Any] = [layer.depth_router for layer in self.language.routed]
-            shares.append([router.share for router in routers])
-        return total, [torch.stack(layer).mean() for layer in zip(*shares, strict=True)]
+    def loss(self, rows: Rows) -> tuple[Tensor, float, list[Tensor], Plans]:
+        """Mean loss over the targets, and the routed share of each layer. The layers themselves add the loss of their
+        rules, and move their thresholds."""
+        mean = self._loss(rows.tokens, rows.pos, rows.targets.flatten())
+        routers: list[Any] = [layer.depth_router for layer in self.language.routed]
+        return mean, 0.0, [router.share for router in routers], ()
 
-    def _precision(self) -> AbstractContextManager[object]:
-        low = self.config.dtype == "bfloat16"
-        return torch.autocast(self.device, torch.bfloat16) if low else nullcontext()
-
-    def _loss(self, rows: Rows) -> Tensor:
-        x = self.language.hidden(rows.tokens, rows.pos, max_documents=self.max_documents).flatten(0, 1)
-        targets, weight = rows.targets.flatten(), self.language.head
-        compiled = self.config.compile
+    def _loss(self, tokens: Tensor, pos: Tensor, targets: Tensor) -> Tensor:
+        x = self.language.hidden(tokens, pos, max_documents=self.max_documents).flatten(0, 1)
+        weight, compiled = self.language.head, self.config.compile
         if self.teacher is None:
             return linear_cross_entropy(x, weight, targets, compiled=compiled)
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            taught = self.teacher.hidden(rows.tokens, rows.pos).flatten(0, 1)
+            taught = self.teacher.hidden(tokens, pos).flatten(0, 1)
         softness, text = self.config.temperature, self.config.text_share
         return linear_distillation(x, weight, taught, self.teacher.head, targets, softness, text, compiled=compiled)
 
-    def flops(self, capacity: float) -> float:
-        """Of a step, for each token: those of the passes, between what was counted at capacity 1 and at the goal."""
+    def flops_per_token(self, capacity: float) -> float:
+        """Training FLOPs per token at this capacity, interpolated between the counts at capacity 1 and at the model's
+        own."""
         dense, goal, at = self._flops
         return goal if at == 1 else goal + (dense - goal) * (capacity - at) / (1 - at)
 
     @torch.no_grad()
     def _count_flops(self) -> tuple[float, float, float]:
-        """FLOPs a token of one pass, dense and at the model's own capacity, times the passes of a step."""
-        goal, counts = self.capacity, []
+        """Training FLOPs per token, dense and at the model's own capacity, and that capacity."""
+        own, counts = self.capacity, []
         tokens = torch.zeros(1, self.config.seq, dtype=torch.long, device=self.device)
         pos = torch.arange(self.config.seq, device=self.device)[None]
         head = 2 * self.language.head.numel()
-        for capacity in (1.0, goal):
-            set_capacity(self.language.model, capacity)
-            with torch.compiler.set_stance("force_eager"), self._precision():
+        low = torch.autocast(self.device, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
+        for capacity in (1.0, own):
+            set_capacity(self.model, capacity)
+            with torch.compiler.set_stance("force_eager"), low:
                 counts.append(count_flops(lambda: self.language.hidden(tokens, pos)) / self.config.seq + head)
         passes = 3 if self.config.train == "full" else 2  # frozen weights have no gradients of their own
         taught = counts[0] if self.teacher is not None else 0
-        return passes * counts[0] + taught, passes * counts[1] + taught, goal
+        return passes * counts[0] + taught, passes * counts[1] + taught, own
 
-    def finished(self) -> Any:
-        """The model as it is to be saved: in the dtype it came in, LoRA merged. It can be trained no more."""
+    def held(self) -> dict[str, Tensor]:
+        """The weights that learn, and the scales and thresholds of the routers; what is frozen is not saved."""
+        buffers = {n: b for n, b in self.model.named_buffers() if ROUTER in n}
+        return {**{n: w.detach() for n, w in self.trained.items()}, **buffers}
+
+    def finish(self, folder: Path) -> None:
+        """Write the model, in the dtype it came in and with LoRA merged, and see that it loads before it is put in
+        place. It cannot be trained any further."""
         if self._adapted is not None:
             self._adapted.merge_and_unload()
-        unscaled(self.language)
-        return cast(self.language.model, self.stored).eval()
+        unscale_routers(self.language.routed)
+        cast(self.model, self._stored).eval()
+        try:
+            with files.folder(folder, last="config.json") as part:
+                self.model.save_pretrained(part)
+                copy_text(Path(self.config.model), part)
+                load(part)
+        except OSError as error:
+            raise DepthgateError(f"cannot write the model to {folder} ({error.strerror or error})") from error
+
+
+def decays(name: str, weight: Tensor) -> bool:
+    """True for matrices of layers; embeddings, norms, routers and LoRA do not decay."""
+    return weight.ndim >= 2 and not any(part in name for part in ("embed", "wte", "wpe", "head", "lora_", "router"))
 
 
 def _note_share(router: Any, _: Any, plan: Slots) -> None:
-    """Kept on the router, as a list that grew from layer to layer would be compiled for anew."""
+    """A hook that keeps the share on its router: a list that grew from layer to layer would be compiled again."""
     router.share = routed_share(plan).detach()
 
 
@@ -167,7 +178,7 @@ def _compile_layers(model: Any) -> None:
 
 
 def _with_lora(model: Any, rank: int) -> Any:
-    """LoRA in all linear layers but those of routers, which are trained as they are."""
+    """LoRA in all linear layers except those of routers, which are trained as they are."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

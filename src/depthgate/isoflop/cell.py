@@ -21,12 +21,12 @@ from depthgate.config import ModelConfig
 from depthgate.data.token_file import cache_folder, prepare
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
+from depthgate.files import write_json
 from depthgate.flops import forward_flops
 from depthgate.isoflop.grid import Cell, described
 from depthgate.loading import load
 from depthgate.train import loop
 from depthgate.train.evaluate import measure
-from depthgate.train.run_folder import write_json
 
 RESULT = "result.json"
 

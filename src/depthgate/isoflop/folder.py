@@ -11,12 +11,12 @@ from typing import Any
 from depthgate.checkpoint import store as checkpoint
 from depthgate.data import sources as text
 from depthgate.errors import DepthgateError
-from depthgate.files import replace
+from depthgate.files import replace, write_json
 from depthgate.isoflop.cell import whole
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import CELLS
 from depthgate.isoflop.words import command
-from depthgate.train.run_folder import check_same, write_json
+from depthgate.train.run_folder import check_same
 
 GRID, RESULTS = "grid.json", "results.jsonl"
 # What a study that goes on may have more of; and what says where and how fast, not what.

@@ -173,7 +173,8 @@ def total_flops(training: TrainConfig, steps: int) -> float:
         from depthgate.train.optim import capacity
 
         for step in range(falling):
-            total += training_flops(replace(training.model, capacity=capacity(training, step))) * tokens
+            share = capacity(training.model.capacity, step, training.capacity_steps)
+            total += training_flops(replace(training.model, capacity=share)) * tokens
     return total + training_flops(training.model) * tokens * (steps - falling)
 
 

@@ -13,6 +13,7 @@ from depthgate.data.token_file import cache_folder, prepare
 from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
+from depthgate.files import write_json
 from depthgate.isoflop import fit, rates
 from depthgate.isoflop.cell import beside, finished, is_of
 from depthgate.isoflop.config import IsoflopConfig
@@ -24,7 +25,6 @@ from depthgate.isoflop.more import more_cells
 from depthgate.isoflop.progress import Progress, short
 from depthgate.isoflop.rates import Rates
 from depthgate.isoflop.report import print_grid, write
-from depthgate.train.run_folder import write_json
 
 RATES, TOKENIZER, SWEEP = "rates.json", "tokenizer", "sweep"
 _ATTEMPTS = 2

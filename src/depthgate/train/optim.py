@@ -1,13 +1,12 @@
-"""Optimizers and schedules, and their state as named tensors."""
+"""Optimizers, schedules of rate and capacity, and the state of optimizers as named tensors."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from depthgate.config import TrainConfig
+from depthgate.config import RunConfig, TrainConfig
 from depthgate.device import World
 from depthgate.errors import DepthgateError
 from depthgate.train.parallel import like
@@ -16,17 +15,16 @@ _BETAS = (0.9, 0.95)
 
 
 def capturable(config: TrainConfig, world: World) -> bool:
-    """Whether a step can be a CUDA graph: one process, nothing that waits for the device (products of experts in fp32
-    do), and no rate that is a number of Python's (Muon's is)."""
+    """True if a step can be a CUDA graph: one process, nothing that waits for the device (products of experts in fp32
+    do), and no rate that is a Python number (Muon's is)."""
     experts = any(kind in ("moe", "mode") for kind in config.model.kinds)
     plain = config.optimizer == "adamw" and (config.dtype == "bfloat16" or not experts)
     return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and plain
 
 
 def build(model: nn.Module, config: TrainConfig, world: World = World()) -> list[torch.optim.Optimizer]:  # noqa: B008
-    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest. Routers have groups of their
-    own, with their own rate; norms, biases and embeddings do not decay."""
-    graph, device = capturable(config, world), world.device
+    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest. Norms, biases and embeddings
+    do not decay."""
     muon: list[nn.Parameter] = []
     rest: list[tuple[str, nn.Parameter]] = []
     for name, weight in model.named_parameters():
@@ -35,7 +33,7 @@ def build(model: nn.Module, config: TrainConfig, world: World = World()) -> list
             muon.append(weight)
         else:
             rest.append((name, weight))
-    first = adamw(rest, config, _in_layers, torch.tensor(config.lr, device=device) if graph else config.lr)
+    first = adamw(rest, config, _in_layers, world.device if capturable(config, world) else None)
     if not muon:
         return [first]
     # Muon's steps have a size of their own; this makes it that of AdamW's, so that one rate serves both.
@@ -49,12 +47,13 @@ def _in_layers(name: str, weight: Tensor) -> bool:
 
 def adamw(
     named: Iterable[tuple[str, nn.Parameter]],
-    config: Any,
+    config: RunConfig,
     decays: Callable[[str, Tensor], bool],
-    lr: float | Tensor,
+    graph_device: str | None = None,
 ) -> torch.optim.AdamW:
-    """AdamW with a group for routers, whose rate is `router_lr` times that of the others, and one for what decays. A
-    rate that is a tensor is a number on the device, which a graph reads."""
+    """AdamW with groups of their own for routers, whose rate is `router_lr` times that of the others, and for what
+    decays. With `graph_device`, rates are numbers on that device, which a CUDA graph reads."""
+    assert config.lr is not None
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, weight in named:
         groups.setdefault(("router" in name, decays(name, weight)), []).append(weight)
@@ -64,21 +63,22 @@ def adamw(
                 "params": weights,
                 "weight_decay": config.weight_decay if decaying else 0.0,
                 "scale": config.router_lr if router else 1.0,
-                "lr": lr.clone() if isinstance(lr, Tensor) else lr,  # each group's own, as each may have another
+                "lr": config.lr if graph_device is None else torch.tensor(config.lr, device=graph_device),
             }
             for (router, decaying), weights in groups.items()
         ],
         lr=config.lr,
         betas=_BETAS,
         fused=True,
-        capturable=isinstance(lr, Tensor),
+        capturable=graph_device is not None,
     )
 
 
-def rate(config: Any, step: int) -> float:
+def rate(config: RunConfig, step: int) -> float:
     """Learning rate of a step, counted from 0: a linear warm-up, then down to `lowest_lr` of the highest."""
+    assert config.lr is not None
     if step < config.warmup:
-        return float(config.lr * (step + 1) / config.warmup)
+        return config.lr * (step + 1) / config.warmup
     steps = config.steps if config.schedule_steps is None else config.schedule_steps
     if config.schedule == "cosine":
         done = (step - config.warmup) / max(1, steps - config.warmup)
@@ -86,23 +86,19 @@ def rate(config: Any, step: int) -> float:
     else:
         last = max(1, steps // 5)
         share = min(1.0, max(0.0, (steps - step) / last))
-    return float(config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share))
+    return config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share)
 
 
-def capacity(config: TrainConfig, step: int) -> float:
-    """Capacity of a step: from 1 down to the model's over `capacity_steps`."""
-    return annealed(config.model.capacity, step, config.capacity_steps)
-
-
-def annealed(goal: float, step: int, steps: int) -> float:
-    """From 1 down to the goal over so many steps, in sixteen stages so that a compiled model meets few of them."""
-    if step >= steps:
+def capacity(goal: float, step: int, falling_steps: int) -> float:
+    """Capacity of a step, counted from 0: from 1 down to the goal over so many steps, in sixteen stages so that a
+    compiled model is compiled for few of them."""
+    if step >= falling_steps:
         return goal
-    return 1.0 + (goal - 1.0) * math.floor(16 * step / steps) / 16
+    return 1.0 + (goal - 1.0) * math.floor(16 * step / falling_steps) / 16
 
 
 def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
-    """The rate of all groups, times the scale of each."""
+    """Set the rate of all groups, times the scale of each."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             value = lr * group.get("scale", 1.0)
@@ -113,7 +109,7 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
 
 
 def apply(optimizer: torch.optim.Optimizer, good: Tensor, norm: Tensor, clip: float) -> None:
-    """Step with gradients scaled down to the norm `clip`, or change nothing where `good` is not so. No host sync."""
+    """Step with gradients scaled down to the norm `clip` if `good`, else change nothing. No host sync."""
     scale = ((norm + 1e-6) / clip).clamp(min=1)
     if isinstance(optimizer, torch.optim.AdamW):  # its fused kernel does both, as for a gradient scaler
         optimizer.grad_scale, optimizer.found_inf = scale, (~good).float()  # type: ignore[attr-defined]
@@ -131,7 +127,7 @@ def apply(optimizer: torch.optim.Optimizer, good: Tensor, norm: Tensor, clip: fl
 
 
 def state_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Every tensor the optimizers keep, as "parameter:name"."""
+    """Every tensor that the optimizers keep, as "parameter:name"."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     return {
         f"{names[id(weight)]}:{key}": value
@@ -144,7 +140,7 @@ def state_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 def load_state_tensors(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """The reverse; what is left over is an error. A weight that never had a gradient has no state."""
+    """Put back what `state_tensors` gave; what is left over is an error. A weight without gradients has no state."""
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         weight, _, key = name.rpartition(":")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -68,7 +68,7 @@ def shard(model: Decoder, world: World) -> None:
     register_fsdp_forward_method(model, "loss")
 
 
-def average_thresholds(model: Decoder, world: World) -> None:
+def average_thresholds(model: nn.Module, world: World) -> None:
     """Make the thresholds of all processes one: the mean of those that each moved by its own rows."""
     if world.size > 1:
         for module in model.modules():

@@ -1,29 +1,39 @@
-"""The folder of a run: what it was asked to do, one row of metrics a step, and its tokenizer."""
+"""The folder of a run: what the run was asked to do, which process holds it, and one row of metrics a step, which also
+goes to the screen and to a tracker."""
 
 import json
 import math
-import os
 import shutil
+import signal
+import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from depthgate.checkpoint import files
+from depthgate import files
 from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint.files import MAX_JSON, damaged, from_json
 from depthgate.checkpoint.store import CONFIG, METRICS, TOKENIZER
+from depthgate.config import RunConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 
-# What may differ when a run goes on: how long, where and how it is computed, not what.
+# Options that may differ when a run goes on: how long, where and how it is computed, not what.
 _FREE = (
     *("steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps"),
     "data",  # where it is: what is in it is known by its fingerprint
 )
+_SECONDS = 10  # between lines in a pipe
+Row = dict[str, Any]
+Show = Callable[[Row], None]
 
 
 def plain(config: Any) -> dict[str, Any]:
@@ -32,30 +42,33 @@ def plain(config: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(config: Any, resume: bool, name: str = CONFIG) -> Iterator[Path]:
-    """The run's folder, held by this process alone: new and empty, or that of the run that goes on; the file `name`
-    says what it was asked to do. A new run that fails before its first step leaves no trace, so that the same command,
+def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path]:
+    """The run's folder, held by this process alone: new and empty, or that of the run that goes on. The file `name`
+    holds the configuration. A new run that fails before its first step leaves no trace, so that the same command,
     mended, can be given again."""
     if "\0" in config.out:
-        raise InvalidValueError(f"out is {config.out!r}: no folder has such a name; choose another")
+        raise InvalidValueError(f"out is {config.out!r}: a folder cannot have such a name; choose another")
     run = Path(config.out)
     try:
-        _check_mine(config, resume, run, name)  # before anything is written
+        _check_place(run, name)  # before anything is written
         run.mkdir(parents=True, exist_ok=True)
         with checkpoint.lock(run / ".run.lock"):
-            new = _check_mine(config, resume, run, name)  # once more, now that no other process can come between
+            new = not _is_run(run, name)
+            if not new:
+                _check_goes_on(config, resume, run, name)
             path, steps, before = run / name, checkpoint.steps(run), None
             with suppress(OSError, UnicodeDecodeError):
                 before = path.read_text(encoding="utf-8")
             try:
-                write_json(path, plain(config))
+                _clear_parts(run)
+                files.write_json(path, plain(config))
                 yield run
             except BaseException as error:
                 if new:
                     _forget(run, name)
                 elif before is not None and isinstance(error, DepthgateError) and checkpoint.steps(run) == steps:
-                    with suppress(OSError):  # refused, as with other data: the run is what it was
-                        _replace(path, before)
+                    with suppress(OSError):  # refused, for instance because of other data: the run is what it was
+                        files.replace(path, before)
                 raise
     except OSError as error:
         raise DepthgateError(
@@ -63,19 +76,36 @@ def opened(config: Any, resume: bool, name: str = CONFIG) -> Iterator[Path]:
         ) from error
 
 
-def _check_mine(config: Any, resume: bool, run: Path, name: str) -> bool:
-    """Whether the run is a new one; an error where the folder is of another, or of something else."""
-    known = (run / name).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
-    if resume and known:
-        recorded = _recorded(run / name, config)
-        check_same(plain(config), recorded, run)
-        if config.schedule_steps is None and recorded.get("steps") != config.steps:
-            was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
-            warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=2)
-    elif run.exists() and (not run.is_dir() or any(p for p in run.iterdir() if not p.name.startswith("."))):
-        what, remedy = ("another run", ", or go on with --resume") if known else ("other files", "")
-        raise DepthgateError(f"out is {run}, which holds {what}: choose another folder{remedy}")
-    return not known
+def _is_run(run: Path, name: str) -> bool:
+    return (run / name).exists() or bool(checkpoint.steps(run) if run.is_dir() else [])
+
+
+def _check_place(run: Path, name: str) -> None:
+    """Refuse a folder that holds something else than a run."""
+    if _is_run(run, name) or not run.exists():
+        return
+    if not run.is_dir() or any(not path.name.startswith(".") for path in run.iterdir()):
+        raise DepthgateError(f"out is {run}, which holds other files: choose another folder")
+
+
+def _check_goes_on(config: RunConfig, resume: bool, run: Path, name: str) -> None:
+    """Refuse a run that is not to go on, or not with this configuration."""
+    if not resume:
+        raise DepthgateError(f"out is {run}, which holds another run: choose another folder, or go on with --resume")
+    recorded = _recorded(run / name, config)
+    check_same(plain(config), recorded, run)
+    if config.schedule_steps is None and recorded.get("steps") != config.steps:
+        was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
+        warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=4)
+
+
+def _clear_parts(run: Path) -> None:
+    """Remove what a process that was killed while it wrote has left."""
+    for part in run.glob(".*.part"):
+        if part.is_dir():
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            part.unlink(missing_ok=True)
 
 
 def _forget(run: Path, config: str) -> None:
@@ -89,12 +119,12 @@ def _forget(run: Path, config: str) -> None:
 
 
 def _recorded(path: Path, config: Any) -> dict[str, Any]:
-    """What the run was asked to do; where the file that says it is damaged or gone, what its newest checkpoint says, in
-    which the vocabulary is the tokenizer's and not what was asked for."""
+    """The configuration that a run was started with. If the file is damaged or missing, that of the newest checkpoint,
+    in which the vocabulary is the tokenizer's and not what was asked for."""
     run = path.parent
     try:
         with path.open("rb") as file:
-            return files.from_json(file.read(files.MAX_JSON), path)
+            return from_json(file.read(MAX_JSON), path)
     except (OSError, DepthgateError) as error:
         if not checkpoint.steps(run):
             raise DepthgateError(f"cannot read {path} ({error}): the run cannot go on; choose another --out") from None
@@ -106,7 +136,7 @@ def _recorded(path: Path, config: Any) -> dict[str, Any]:
 
 
 def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> None:
-    """Two configurations of one run, or an error that lists the differences."""
+    """Refuse two configurations that cannot be of one run, and list their differences."""
     old, new = _flat(recorded), _flat(asked)
     moved = all(each.get("validation") is not None for each in (old, new))  # without any, some of the data is held out
     differ = [
@@ -127,30 +157,33 @@ def _short(config: dict[str, Any], name: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in config.items():
+        out |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+    return out
+
+
 def check_found(
-    found: checkpoint.Checkpoint,
-    config: Any,
-    new: dict[str, Any],
-    model: nn.Module,
-    held: Mapping[str, Tensor] | None = None,
+    found: checkpoint.Checkpoint, config: RunConfig, new: dict[str, Any], model: nn.Module, held: Mapping[str, Tensor]
 ) -> None:
-    """Refuse a checkpoint that this run cannot have saved, whatever its hashes say; `new` is the state of a new run,
-    `held` what is saved of its model: all, unless given."""
+    """Refuse a checkpoint that this run cannot have saved, whatever its hashes say. `new` is the state of a new run,
+    `held` are the tensors of `model` that a checkpoint holds."""
     check_same(plain(config), found.config, found.path)
-    check_state(found, new)
+    _check_state(found, new)
     if found.tensors.keys() != {"model", "optimizer", "rng"}:
-        raise files.damaged(found.path, "does not hold a model, its optimizer and its random numbers")
-    checkpoint.check_fit(found.tensors["model"], model.state_dict() if held is None else held, found.path)
+        raise damaged(found.path, "does not hold a model, its optimizer and its random numbers")
+    checkpoint.check_fit(found.tensors["model"], held, found.path)
     checkpoint.check_fit(found.tensors["optimizer"], _moments(found, model), found.path)
     checkpoint.check_fit(found.tensors["rng"], {"cpu": torch.get_rng_state()}, found.path)
     try:
         torch.Generator().set_state(found.tensors["rng"]["cpu"])
     except RuntimeError:
-        raise files.damaged(found.path, "holds no state of random numbers") from None
+        raise damaged(found.path, "does not hold the state of a random number generator") from None
 
 
-def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
-    """The state must have the names and types of `new`, and no odd number."""
+def _check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
+    """Refuse a state without the names and types of `new`, or with an odd number."""
     state = found.state
     fits = state.keys() == new.keys() and state.get("step") == found.step
     for name, value in new.items() if fits else ():
@@ -158,11 +191,11 @@ def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
         fits = fits and type(state[name]) is type(value)
         fits = fits and (not number or (math.isfinite(state[name]) and state[name] >= 0))
     if not fits:
-        raise files.damaged(found.path / "state.json", "is not the state of a run")
+        raise damaged(found.path / "state.json", "is not the state of a run")
 
 
 def _moments(found: checkpoint.Checkpoint, model: nn.Module) -> dict[str, Tensor]:
-    """What an optimizer keeps of the weights that have moments in a checkpoint: as AdamW does, or as Muon."""
+    """The tensors that AdamW, or Muon, keeps for the weights that have moments in a checkpoint."""
     weights, named = dict(model.named_parameters()), found.tensors["optimizer"]
     wanted: dict[str, Tensor] = {}
     for name in {name.rpartition(":")[0] for name in named} & weights.keys():
@@ -171,45 +204,67 @@ def _moments(found: checkpoint.Checkpoint, model: nn.Module) -> dict[str, Tensor
     return wanted
 
 
-def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in config.items():
-        out |= _flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
-    return out
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM that ask the run to stop after its current step, as a list that fills. Asked again a second
+    later, the run stops at once. (Sooner, it is one Ctrl-C that came twice, from a terminal and from a launcher.)"""
+    asked: list[int] = []
+    first = 0.0
 
+    def note(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        nonlocal first
+        if not asked:
+            first = time.monotonic()
+            asked.append(number)
+        elif time.monotonic() > first + 1:
+            raise KeyboardInterrupt
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write plain data so that the file is there whole or not at all."""
-    _replace(path, json.dumps(value, indent=1))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Who calls holds the run, so one temporary name will do."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    if threading.current_thread() is not threading.main_thread():  # only the main thread is told of signals
+        yield asked
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def recording(config: RunConfig, run: Path, last: int, first_process: bool) -> Iterator[Show]:
+    """A function that takes rows of metrics after step `last`: into the folder, to the tracker and onto the screen. It
+    does nothing in other processes than the first."""
+    if not first_process:
+        yield lambda row: None  # noqa: ARG005
+        return
+    with (
+        closing(Metrics(run, last)) as metrics,
+        _tracker(config.tracker, run, plain(config)) as track,
+        _progress_line(config.steps, last) as show,
+    ):
+
+        def record(row: Row) -> None:
+            metrics.add(row)
+            track(row)
+            show(row)
+
+        yield record
 
 
 class Metrics:
     """metrics.jsonl: one row a step, on its way to the disk when `add` returns."""
 
     def __init__(self, run: Path, last: int) -> None:
-        """Rows after step `last` are of steps that will be done again: they go, and so does a row cut short."""
-        self.path = run / METRICS
-        _replace(self.path, "".join(line for line in self._lines() if self._step(line) <= last))
-        self.file = self.path.open("a", encoding="utf-8")
+        """Remove rows after step `last`, whose steps will be made again, and a row that was cut short."""
+        path = run / METRICS
+        files.replace(path, "".join(line for line in self._lines(path) if self._step(line) <= last))
+        self.file = path.open("a", encoding="utf-8")
 
-    def _lines(self) -> list[str]:
-        if not self.path.exists():
+    @staticmethod
+    def _lines(path: Path) -> list[str]:
+        if not path.exists():
             return []
-        with self.path.open(encoding="utf-8", errors="replace") as file:
+        with path.open(encoding="utf-8", errors="replace") as file:
             return list(file)
 
     @staticmethod
@@ -220,9 +275,95 @@ class Metrics:
             step = None
         return step if type(step) is int else math.inf
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Row) -> None:
         self.file.write(json.dumps(row) + "\n")
         self.file.flush()
 
     def close(self) -> None:
         self.file.close()
+
+
+@contextmanager
+def _progress_line(steps: int, done: int) -> Iterator[Show]:
+    """A line on stderr that follows the steps; where stderr is not a terminal, a line every few seconds."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _plain_lines(steps)
+        return
+    columns = (MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.fields[about]}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=steps, completed=done, about="")
+        yield lambda row: progress.update(task, completed=row["step"], about=_about(row))
+
+
+def _plain_lines(steps: int) -> Show:
+    last = time.monotonic()
+
+    def show(row: Row) -> None:
+        nonlocal last
+        if time.monotonic() > last + _SECONDS or row["step"] == steps:
+            last = time.monotonic()
+            print(f"step {row['step']}/{steps} {_about(row)}", file=sys.stderr, flush=True)
+
+    return show
+
+
+def _about(row: Row) -> str:
+    """A step in a line, short enough for 80 columns with a few routed layers."""
+    loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
+    shares = " ".join(f"{share:.2f}".removeprefix("0") for share in row["routed_share"]) or "all"
+    return f"loss {loss} {row['tokens_per_second']:,.0f} tok/s {row['utilisation']:.0%} of peak routed {shares}"
+
+
+@contextmanager
+def _tracker(name: str | None, run: Path, config: Row) -> Iterator[Show]:
+    """A tracker by name, which gets every row of metrics as numbers; nothing without a name."""
+    if name is None:
+        yield lambda row: None  # noqa: ARG005
+        return
+    try:
+        show, close = _TRACKERS[name](run, config)
+    except ImportError as error:
+        raise DepthgateError(f"tracker is {name!r}, which is not installed ({error}): pip install {name}") from error
+    try:
+        yield show
+    finally:
+        close()
+
+
+def _scalars(row: Row) -> dict[str, float]:
+    """A row as flat numbers: one for each routed layer."""
+    flat = {key: value for key, value in row.items() if type(value) in (int, float) and key != "step"}
+    return {**flat, **{f"routed_share/{i}": share for i, share in enumerate(row["routed_share"])}}
+
+
+def _tensorboard(run: Path, config: Row) -> tuple[Show, Callable[[], None]]:  # noqa: ARG001
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run / "tensorboard"))  # type: ignore[no-untyped-call, unused-ignore]
+
+    def show(row: Row) -> None:
+        for key, value in _scalars(row).items():
+            writer.add_scalar(key, value, row["step"])  # type: ignore[no-untyped-call, unused-ignore]
+
+    return show, writer.close
+
+
+def _trackio(run: Path, config: Row) -> tuple[Show, Callable[[], None]]:
+    import trackio  # type: ignore[import-not-found, unused-ignore]
+
+    trackio.init(project="depthgate", name=run.name, config=config, resume="allow")
+    return lambda row: trackio.log(_scalars(row), step=row["step"]), trackio.finish
+
+
+def _wandb(run: Path, config: Row) -> tuple[Show, Callable[[], None]]:
+    import wandb  # type: ignore[import-not-found, unused-ignore]
+
+    started = wandb.init(project="depthgate", name=run.name, dir=str(run), config=config)
+    return lambda row: started.log(_scalars(row), step=row["step"]), started.finish
+
+
+_TRACKERS = {"tensorboard": _tensorboard, "trackio": _trackio, "wandb": _wandb}
