@@ -172,7 +172,7 @@ def _timed_on_cuda(fn: Callable[[], object]) -> float:
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
-    """What a figure must carry: hardware, versions, date, and the commit where the source lies in git."""
+    """Facts that a figure must carry: hardware, versions, date, and the commit where the source lies in git."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else _cpu_name(),
         "threads": torch.get_num_threads(),
@@ -197,7 +197,7 @@ def _commit() -> str | None:
     """The commit of this source tree, "-dirty" where files differ from it; None for an installed package."""
     here = Path(__file__).parent
     try:
-        # Only where git tracks this package: a virtual environment may lie inside somebody else's repository.
+        # Only where git tracks this package: a virtual environment may lie inside another repository.
         subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], cwd=here, check=True, capture_output=True)
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--exclude=*"],

@@ -4,7 +4,8 @@ Input projection, `num_layers` routed blocks, final norm, last valid timestep. A
 by their age, counted back from the last valid one, and those older than the window share the oldest age.
 """
 
-from typing import Any, ClassVar
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,7 @@ from depthgate.routing import Plans, TopTokens
 
 
 class _SequenceEncoder(nn.Module):
-    """What both encoders share; a subclass fills `layers` with Updates and may take `keep`."""
-
-    _recommended: ClassVar[dict[str, Any]]
+    """Shared parts of both encoders; a subclass fills `layers` and says how one is run."""
 
     def __init__(self, embed_dim: int, hidden_size: int, window: int) -> None:
         super().__init__()
@@ -41,13 +40,15 @@ class _SequenceEncoder(nn.Module):
 
     @property
     def output_size(self) -> int:
-        """The width of what the encoder returns."""
+        """Width of the encoder's output."""
         return self.hidden_size
 
     @classmethod
     def recommended_defaults(cls) -> dict[str, Any]:
-        """The constructor's options but `embed_dim`, which the data decides, with good first values."""
-        return dict(cls._recommended)
+        """Good first values of the constructor's options; `embed_dim` is not among them, since the data decides it."""
+        options = inspect.signature(cls).parameters.values()
+        common = [option for option in options if option.kind is option.POSITIONAL_OR_KEYWORD]
+        return {option.name: option.default for option in common if option.name not in ("embed_dim", "seq_len")}
 
     def features(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Plans]:
         """Every timestep after the final norm (batch, seq, hidden_size), and the plans of all layers."""
@@ -66,8 +67,9 @@ class _SequenceEncoder(nn.Module):
                 hidden, plans = hidden + update, plans + more
         return self.norm(hidden), plans
 
-    def _run(self, layer: nn.Module, x: Tensor, pos: Tensor, plain: bool, last: Tensor) -> tuple[Tensor, Plans]:  # noqa: ARG002
-        return layer(x, pos=pos, plain=plain)  # type: ignore[no-any-return]
+    def _run(self, layer: nn.Module, x: Tensor, pos: Tensor, plain: bool, last: Tensor) -> tuple[Tensor, Plans]:
+        """The update of one layer; `last` (batch, seq) marks the timestep that the encoder returns."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (batch, seq, embed_dim); mask (batch, seq), True at real timesteps -> (batch, hidden_size).
@@ -89,15 +91,6 @@ class MoDEncoder(_SequenceEncoder):
     The last valid timestep is always among them: it is what the encoder returns, and a token that skips every block
     has seen nothing of the sequence. gating="soft" computes every timestep and blends: g*block(x) + (1-g)*x.
     """
-
-    _recommended: ClassVar[dict[str, Any]] = {
-        "hidden_size": 256,
-        "num_heads": 4,
-        "capacity_ratio": 0.5,
-        "num_layers": 4,
-        "dropout": 0.1,
-        "window_size": 60,
-    }
 
     def __init__(
         self,
@@ -144,7 +137,7 @@ class SoftMoEBlock(nn.Module):
         self.dropout = nn.Dropout(check_probability(dropout, "dropout"))
 
     def update(self, x: Tensor, pos: Tensor | None = None) -> tuple[Tensor, Plans]:
-        """What the block adds to x (B, T, D), and its plan."""
+        """The update of x (B, T, D), and its plan."""
         if pos is not None:
             x = torch.where((pos >= 0)[..., None], x, 0.0)  # whatever lies in padding, NaN included
         update, plans = self.moe(self.norm(x), pos)
@@ -159,14 +152,6 @@ class SoftMoEBlock(nn.Module):
 class SoftMoEEncoder(_SequenceEncoder):
     """Soft MoE encoder: `num_layers` SoftMoEBlocks, in which timesteps meet in the experts' slots."""
 
-    _recommended: ClassVar[dict[str, Any]] = {
-        "hidden_size": 256,
-        "num_experts": 4,
-        "num_layers": 4,
-        "dropout": 0.1,
-        "window_size": 60,
-    }
-
     def __init__(
         self,
         embed_dim: int = 256,
@@ -177,7 +162,7 @@ class SoftMoEEncoder(_SequenceEncoder):
         window_size: int = 60,
         seq_len: int | None = None,
     ) -> None:
-        """seq_len: how many ages are told apart; window_size unless given."""
+        """seq_len: number of ages that are told apart; window_size unless given."""
         check_count(window_size, "window_size")
         seq_len = window_size if seq_len is None else check_count(seq_len, "seq_len")
         super().__init__(embed_dim, hidden_size, seq_len)

@@ -13,7 +13,7 @@ from depthgate.config import ROUTED_KINDS, ModelConfig
 
 
 def budget(capacity: float, tokens: int) -> int:
-    """k: how many of `tokens` valid tokens are routed. At least one, unless there are none."""
+    """Number of the `tokens` valid tokens that are routed, k. At least one, unless there are none."""
     return min(tokens, max(1, math.floor(capacity * tokens)))
 
 
@@ -109,7 +109,7 @@ def model_cost(config: ModelConfig, tokens: int | None = None) -> Cost:
 
 
 def parameters(config: ModelConfig) -> int:
-    """How many weights the model has."""
+    """Number of weights of the model."""
     return model_cost(config, 1).parameters
 
 

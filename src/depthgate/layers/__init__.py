@@ -1,4 +1,4 @@
-"""What is computed, one paper a file. A layer is an Update:
+"""The layers, one paper a file. A layer is an Update:
 
     f(x, pos=None, doc=None, cache=None, causal=False, plain=False, max_documents=None) -> (update, plans)
 

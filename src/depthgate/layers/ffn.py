@@ -58,7 +58,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: uniform within 1 / sqrt(inputs)."""
+        """Uniform within 1 / sqrt(inputs), as in nn.Linear."""
         for weight, bias in ((self.up, self.up_bias), (self.down, self.down_bias)):
             bound = weight.shape[1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)

@@ -1,1 +1,1 @@
-"""How rows move and multiply: tensors in, tensors out. `reference` is the specification of the rest."""
+"""Operations that move and multiply rows: tensors in, tensors out. `reference` is the specification of the rest."""

@@ -1,5 +1,5 @@
 """Attention over packed documents without a mask (flash attention over runs of tokens, each looking at itself alone),
-and over a cache.
+attention over a cache, and rotary positions (Su et al. 2021, RoFormer).
 
 Twin: `reference.packed_attention`.
 """
@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 def can_pack(v: Tensor) -> bool:
-    """Whether the kernel takes values (B, T, G, d) like these: half precision on CUDA, heads of at most 256."""
+    """True if the kernel takes values (B, T, G, d) like these: half precision on CUDA, heads of at most 256."""
     return v.is_cuda and v.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] <= 256 and v.shape[-1] % 8 == 0
 
 
@@ -39,7 +39,8 @@ def run_starts(doc: Tensor, most: int) -> Tensor:
 
 
 def without_cudnn(asked: bool) -> AbstractContextManager[object]:
-    """Attention to a cache: cuDNN would plan anew for every number of keys, on an H200 tens of milliseconds each."""
+    """A context for attention to a cache: cuDNN would plan again for every number of keys, on an H200 tens of
+    milliseconds each."""
     return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
 
 

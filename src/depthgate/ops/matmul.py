@@ -99,7 +99,7 @@ _grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 @register_flop_formula(torch.ops.depthgate.grouped_mm)
 def _grouped_mm_flops(x: list[int], weight: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
-    """As if every row had an expert: shapes cannot tell how many are skipped."""
+    """FLOPs as if every row had an expert: shapes cannot tell how many are skipped."""
     return 2 * x[0] * x[1] * weight[2]
 
 

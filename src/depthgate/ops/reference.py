@@ -82,7 +82,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def linear_distillation(
     x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, targets: Tensor, t: float, text: float
 ) -> Tensor:
-    """Twin of `distill.linear_distillation`: all logits at once."""
+    """Twin of `loss.linear_distillation`: all logits at once."""
     p, q = (teacher_x @ teacher_weight.mT / t).softmax(-1), (x @ weight.mT / t).softmax(-1)
     kept = targets >= 0
     losses = torch.where(kept, t**2 * (p * (p / q).log()).sum(-1), 0.0).sum() / kept.sum().clamp(min=1)

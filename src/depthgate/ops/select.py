@@ -1,4 +1,4 @@
-"""Which tokens are chosen: the k best of each document, exactly k, ties to the earlier position.
+"""Choice of tokens: the k best of each document, exactly k, ties to the earlier position.
 
 Scores become unique int64 keys (score order in the high half, position in the low half), so every device, kernel
 and compiler that sorts keys right chooses the same tokens. Twins: `reference.top_tokens`, `reference.compact`.
@@ -73,12 +73,12 @@ def choose(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """scores (B, E, T), valid and doc (B, T) -> index and filled (B, E, slots): `top_of_documents`, compact; and, where
-    it costs nothing, place (B, E, T): the slot of each token, -1 for none."""
+    it costs nothing, slot (B, E, T): the slot of each token, -1 for none."""
     if _kernel_takes(scores):
         sizes = torch.arange(scores.shape[-1] + 1, device=scores.device)
         limits = budgets(capacity, sizes).int()
-        index, filled, place = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
-        return index, filled, place
+        index, filled, slot = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
+        return index, filled, slot
     return *choose_by_sorting(scores, valid, doc, capacity, slots), None
 
 
@@ -98,7 +98,7 @@ def _kernel_takes(scores: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _triton_works() -> bool:
-    """Whether Triton is here and compiles the kernel; one warning if not."""
+    """True if Triton is installed and compiles the kernel; warns once if not."""
     global _works
     if _works is None:
         try:

@@ -18,7 +18,7 @@ def _choose(
     budgets,
     index,
     filled,
-    place,
+    slot,
     T,
     C,
     experts,
@@ -61,20 +61,20 @@ def _choose(
         todo -= size
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     total = tl.sum(chosen.to(tl.int32), 0)
-    slot = tl.where(chosen, rank - 1, total + t - rank)
-    keep = (t < T) & (slot < C)
-    tl.store(index + row * C + slot, t.to(tl.int64), keep)
-    tl.store(filled + row * C + slot, chosen, keep)
-    tl.store(place + row * T + t, tl.where(chosen & (slot < C), slot, -1).to(tl.int64), t < T)
+    to = tl.where(chosen, rank - 1, total + t - rank)
+    keep = (t < T) & (to < C)
+    tl.store(index + row * C + to, t.to(tl.int64), keep)
+    tl.store(filled + row * C + to, chosen, keep)
+    tl.store(slot + row * T + t, tl.where(chosen & (to < C), to, -1).to(tl.int64), t < T)
 
 
 def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int) -> list[Tensor]:
-    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: what a document of n tokens gets
-    -> index and filled (B, E, slots), place (B, E, T): the slot of each token, -1 for none."""
+    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: how many a document of n tokens gets
+    -> index and filled (B, E, slots), slot (B, E, T): the slot of each token, -1 for none."""
     B, E, T = scores.shape
     index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)
     filled = torch.empty(B, E, slots, dtype=torch.bool, device=scores.device)
-    place = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
+    slot = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
     block = triton.next_power_of_2(T)
     with torch.cuda.device(scores.device):  # kernels go to the current one, whatever their arguments
         _choose[(B * E,)](
@@ -84,7 +84,7 @@ def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Te
             budgets,
             index,
             filled,
-            place,
+            slot,
             T,
             slots,
             E,
@@ -93,4 +93,4 @@ def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Te
             BLOCK=block,
             num_warps=min(16, max(1, block // 256)),
         )
-    return [index, filled, place]
+    return [index, filled, slot]

@@ -1,4 +1,4 @@
-"""Who computes: routers look at tokens and return plans; losses and metrics are functions of plans."""
+"""Routing: routers look at tokens and return plans; losses and metrics are functions of plans."""
 
 from depthgate.routing.causal import RULES, Predictor, Rule, Scores, Threshold
 from depthgate.routing.gates import GATES, Gate, one_plus_tanh, raw, sigmoid, straight_through

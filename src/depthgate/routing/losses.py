@@ -34,7 +34,7 @@ def causal_bce(plan: Slots) -> Tensor:
 
 
 def plan_of_top_k(plan: Slots, what: str) -> Slots:
-    """The plan, if it is one of Slots chosen by the top k: what a causal rule is compared with."""
+    """Return the plan, if it is one of Slots chosen by the top k, which causal rules are compared with."""
     if not isinstance(plan, Slots) or plan.causal:
         got = "plan of a causal call" if isinstance(plan, Slots) else type(plan).__name__
         raise InvalidValueError(f"{what} got a {got}: it needs the Slots plan of a call without causal=True")

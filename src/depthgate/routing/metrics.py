@@ -1,4 +1,4 @@
-"""Metrics as functions of plans: 0-d tensors, so that nothing waits for the device until somebody looks.
+"""Metrics as functions of plans: 0-d tensors, so that nothing waits for the device until a value is read.
 
 `predictor_accuracy` and `agreement` compare the causal rule with the top-k choice, so they want plans of a pass
 without `causal=True`.
@@ -44,7 +44,7 @@ def has_nan(plan: Plan) -> Tensor:
 
 
 def a_plan(plan: Plan, what: str) -> Plan:
-    """The plan, if it is one: a layer returns a tuple of them."""
+    """Return the plan, if it is one: a layer returns a tuple of them."""
     if not isinstance(plan, Plan):
-        raise InvalidValueError(f"{what} got a {type(plan).__name__}: it needs one plan, as plans[0]")
+        raise InvalidValueError(f"{what} got a {type(plan).__name__}: it needs one plan, such as plans[0]")
     return plan

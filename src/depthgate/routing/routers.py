@@ -158,7 +158,7 @@ def _chosen_causally(
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
-    """As many slots as the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
+    """The number of slots that the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
     computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
     """
     if torch.compiler.is_compiling():
