@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from depthgate.checkpoint import store as checkpoint
-from depthgate.checkpoint.files import damaged
-from depthgate.checkpoint.manifest import MANIFEST
-from depthgate.checkpoint.store import CONFIG, TOKENIZER, check_fit
+from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, check_fit
+from depthgate.checkpoint.tensors import damaged
 from depthgate.config import ModelConfig
 from depthgate.data.token_file import Documents, cache_folder, prepare
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer

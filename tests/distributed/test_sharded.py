@@ -23,8 +23,8 @@ from depthgate.checkpoint import distributed as sharded
 from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
 from depthgate.errors import DepthgateError, DepthgateWarning
+from tests.checkpoint.samples import flip, same
 from tests.distributed.spawn import spawn, start
-from tests.train.test_checkpoint import flip, same
 from tests.train.test_loop import TINY
 
 CONFIG = {"dim": 3}
@@ -141,7 +141,7 @@ def _failures(world, run: Path) -> None:
             put(run, 4, world)
     with fails(world, "complex128"):
         sharded.save(run, 4, {"m": {"a": torch.ones(1, dtype=torch.complex128)}}, {}, {}, 2, world)
-    with fails(world, "state is no plain data"):
+    with fails(world, "state is not plain data"):
         sharded.save(run, 4, {"m": {"a": torch.ones(1)}}, {"a": {1}}, {}, 2, world)
     mesh = init_device_mesh("cpu", (world.size,))
     with fails(world, "not split by its first dimension"):

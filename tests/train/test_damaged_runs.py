@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from depthgate.checkpoint import files
 from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint import tensors as tensor_files
 from depthgate.errors import DepthgateError
 from depthgate.train import run_folder as run
-from tests.train.test_checkpoint import ALL_FILES, flip, forge
+from tests.checkpoint.samples import ALL_FILES, flip, forge
 from tests.train.tiny import rows, same, train, write_data
 
 FILES = [*ALL_FILES, "rng.safetensors"]
@@ -257,11 +257,9 @@ def remove(path: Path, *names: str) -> None:
 def tensors(path: Path, change) -> None:
     """Write a safetensors file again, with other tensors."""
     with open(path, "rb") as file:
-        reader = files.Reader(file.fileno(), path, path.stat().st_size)
-        found = reader.tensors()
+        found = tensor_files.read_all(tensor_files.index({path: tensor_files.open_file(file.fileno(), path)}))
     change(found)
-    path.unlink()
-    files.write(path, files.pack(found, "forged"))
+    tensor_files.write(path, found)
 
 
 FORGED = {

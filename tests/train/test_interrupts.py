@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from depthgate.checkpoint import files
 from depthgate.checkpoint import store as checkpoint
 from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.model import Decoder
@@ -104,15 +103,15 @@ def test_asked_again_a_run_stops_at_once_and_goes_on_from_its_last_checkpoint(tm
 @pytest.mark.parametrize("steps", [5, STEPS], ids=["last", "first"])
 def test_asked_during_a_save_a_run_finishes_it(tmp_path, data, number, code, write, steps, monkeypatch):
     """At every file of the first checkpoint, be it of the middle or of the end of a run."""
-    real, calls = files.write, []
+    real, calls = checkpoint.seal, []
 
-    def slow(path, content):
+    def slow(path):
         calls.append(path)
         if len(calls) == write + 1:
             os.kill(os.getpid(), number)
-        return real(path, content)
+        return real(path)
 
-    monkeypatch.setattr(files, "write", slow)
+    monkeypatch.setattr(checkpoint, "seal", slow)
     every = 5 if steps > 5 else 1000
     assert train(tmp_path / "a", data, steps, f"--checkpoint_every={every}") == code
     assert checkpoint.steps(tmp_path / "a") == [5]

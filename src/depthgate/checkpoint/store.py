@@ -2,35 +2,45 @@
 
     run/step-100/    model.safetensors, optimizer.safetensors, ..., state.json, config.json, manifest.json
 
-Where several processes save, each writes its own model-00001-of-00004.safetensors (see `pieces` and `sharded`).
+Several processes save together with `checkpoint.distributed`, and each writes model-00001-of-00004.safetensors.
 A folder named step-N is complete: it gets that name by one rename, after all its files are on the disk. The manifest
-holds size and SHA-256 of each. .tmp-step-N-... is unfinished or on its way out: nobody loads it, and the next save
+holds size and SHA-256 of each. .tmp-step-N-... is unfinished or on its way out: it is never loaded, and the next save
 removes it. .old-step-N-... is complete and about to be replaced; it counts until its successor stands.
-Hashes find damage, they are no signature: who can write the folder can choose weights, but execute nothing.
+Hashes find damage, they are not a signature: whoever can write the folder can choose weights, but execute nothing.
 """
 
 import fcntl
+import hashlib
+import json
 import os
+import re
 import secrets
 import shutil
+import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 
-from depthgate.checkpoint import files, manifest
-from depthgate.checkpoint import rows as pieces
-from depthgate.checkpoint.files import Packed, Record, opened
-from depthgate.checkpoint.manifest import MANIFEST, PLAIN, SUFFIX, open_folder, step_of
+from depthgate import files
+from depthgate.checkpoint import tensors as tensor_files
+from depthgate.checkpoint.tensors import FILE_NAME, SUFFIX, Whole, damaged, from_json
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"  # in the folder of a run
+MANIFEST = "manifest.json"
+PLAIN = ("state.json", CONFIG)  # the files of a checkpoint that hold no tensors
+VERSION = 1
 MAX_STEP = 10**15
-Groups = Mapping[str, Mapping[str, Tensor]]
+MAX_JSON = 16 * 2**20  # far above any real file: it bounds the memory that a hostile one can take
+_FORMAT = "depthgate checkpoint"
+_STEP = re.compile(r"(?:step|(\.old)-step)-(0|[1-9][0-9]{0,15})(?(1)-[0-9a-f]+)")
+
+Tensors = Mapping[str, Mapping[str, Tensor]]  # by group and name
 Plain = Mapping[str, Any]
 
 
@@ -45,33 +55,61 @@ class Checkpoint:
     config: dict[str, Any]
 
 
-def save(run: Path, step: int, tensors: Groups, state: Plain, config: Plain, keep: int = 2) -> Path:
+class Record(NamedTuple):
+    """A file's entry in the manifest."""
+
+    size: int
+    sha256: str
+
+
+def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int = 2) -> Path:
     """Write `run/step-N`, then remove all but the `keep` newest complete checkpoints up to it; returns the folder.
 
     When this returns, the checkpoint is on the disk. When it raises, the earlier ones are as they were. A checkpoint of
     the same step is replaced; later ones, which only a run that went back can meet, are left alone.
     """
-    pieces.check_groups(tensors)
-    contents = {g + SUFFIX: files.pack(named, g) for g, named in tensors.items()} | plain_files(state, config)
-    with begun(run, step, sum(content.size for content in contents.values()), keep) as temp:
-        return publish(
-            temp, step, {name: files.write(temp / name, content) for name, content in contents.items()}, keep
-        )
+    size, plain = tensor_files.check(tensors), plain_files(state, config)
+    with begun(run, step, size + sum(map(len, plain.values())), keep) as temp:
+        for group, named in tensors.items():
+            tensor_files.write(temp / f"{group}{SUFFIX}", named)
+        records = {f"{group}{SUFFIX}": seal(temp / f"{group}{SUFFIX}") for group in tensors}
+        return publish(temp, step, records, plain, keep)
 
 
-def plain_files(state: Plain, config: Plain) -> dict[str, Packed]:
-    """The files that hold no tensors."""
-    return {"state.json": files.to_json(state, "state"), "config.json": files.to_json(config, "config")}
+def plain_files(state: Plain, config: Plain) -> dict[str, bytes]:
+    """Name and content of the files that hold no tensors."""
+    return {"state.json": to_json(state, "state"), CONFIG: to_json(config, "config")}
+
+
+def to_json(value: Plain, what: str) -> bytes:
+    """Encode plain data; tuples become lists, and everything else that JSON would change or not hold is refused."""
+    try:
+        text = json.dumps(value, indent=1).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DepthgateError(f"{what} is not plain data ({error}): use numbers, text, lists and dicts") from None
+    if wrong := [key for key in _keys(value) if not isinstance(key, str)]:
+        raise DepthgateError(f"{what} has the key {wrong[0]!r}: JSON would turn it into text; use text")
+    if len(text) > MAX_JSON:
+        raise DepthgateError(f"{what} is {len(text)} bytes of JSON, more than {MAX_JSON}: save the bulk as tensors")
+    return text
+
+
+def _keys(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        yield from value
+        value = list(value.values())
+    for inner in value if isinstance(value, list | tuple) else ():
+        yield from _keys(inner)
 
 
 @contextmanager
 def begun(run: Path, step: int, size: int, keep: int) -> Iterator[Path]:
-    """A folder for a checkpoint of `size` bytes, in a run that nobody else saves meanwhile; gone if not published."""
+    """A folder for a checkpoint of `size` bytes, in a run whose lock is held; removed unless it is published."""
     run, step, keep = Path(run), check_count(step, "step", 0, MAX_STEP), check_count(keep, "keep", 2)
-    try:
+    with named_errors(run, step):
         if not run.is_dir():
             run.mkdir(parents=True)
-            files.sync_folder(run.parent)
+            files.sync(run.parent)
         with lock(run / ".lock"):
             _tidy(run)
             if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
@@ -85,27 +123,99 @@ def begun(run: Path, step: int, size: int, keep: int) -> Iterator[Path]:
             except BaseException:
                 _discard(temp)
                 raise
+
+
+@contextmanager
+def named_errors(run: Path, step: int) -> Iterator[None]:
+    """Turn an error of the system into one that names the run and the step that cannot be saved."""
+    try:
+        yield
     except OSError as error:
-        raise cannot_save(run, step, error) from error
+        why = f"cannot save step {step} in {run} ({error.strerror or error}): earlier checkpoints are intact"
+        raise DepthgateError(f"{why}; free some space, make it writable, or choose another folder") from error
 
 
-def cannot_save(run: Path, step: int, error: OSError) -> DepthgateError:
-    """The error for a checkpoint that the disk refused."""
-    why = f"cannot save step {step} in {run} ({error.strerror or error}): earlier checkpoints are intact"
-    return DepthgateError(f"{why}; free some space, make it writable, or choose another folder")
+def seal(path: Path) -> Record:
+    """Wait until a file is on the disk; returns its entry for the manifest."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return Record(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def publish(temp: Path, step: int, records: Mapping[str, Record], keep: int) -> Path:
-    """Give the folder of `begun`, whose files are all on the disk, its name; then remove what is too old."""
+def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping[str, bytes], keep: int) -> Path:
+    """Complete the folder of `begun`, give it its name, and remove the checkpoints that are too old."""
     run, target = temp.parent, temp.parent / f"step-{step}"
-    files.write(temp / MANIFEST, manifest.pack(step, records))
-    files.sync_folder(temp)
+    for name, content in plain.items():
+        (temp / name).write_bytes(content)
+        records = {**records, name: seal(temp / name)}
+    (temp / MANIFEST).write_bytes(pack_manifest(step, records))
+    seal(temp / MANIFEST)
+    files.sync(temp)
     if os.path.lexists(target):
         os.rename(target, run / f".old-{temp.name.removeprefix('.tmp-')}")
     os.rename(temp, target)
-    files.sync_folder(run)
+    files.sync(run)
     _rotate(run, step, keep)
     return target
+
+
+def pack_manifest(step: int, records: Mapping[str, Record]) -> bytes:
+    """The manifest of these files; it holds a hash of itself."""
+    listed = {name: record._asdict() for name, record in records.items()}
+    body = {"format": _FORMAT, "version": VERSION, "step": step, "files": listed}
+    return to_json(body | {"sha256": hashlib.sha256(to_json(body, MANIFEST)).hexdigest()}, MANIFEST)
+
+
+def read_manifest(folder: Path) -> tuple[int, dict[str, Record]]:
+    """The step and the records of a checkpoint's folder, after a look at every name and size in it."""
+    path, records = folder / MANIFEST, dict[str, Record]()
+    with _opened(path) as file:
+        body = from_json(text := file.read(), path)
+    if body.get("format") != _FORMAT or type(version := body.get("version")) is not int:
+        raise damaged(path, "is not the manifest of a depthgate checkpoint")
+    if version != VERSION:
+        remedy = "upgrade depthgate" if version > VERSION else "read and save it with the depthgate that wrote it"
+        raise DepthgateError(f"{path} has format version {version}, this depthgate reads {VERSION}: {remedy}")
+    step, listed = body.get("step"), body.get("files")
+    if type(step) is not int or not isinstance(listed, dict) or not listed.keys() >= set(PLAIN):
+        raise damaged(path, f"does not list a step, {' and '.join(PLAIN)}")
+    for name, claim in listed.items():
+        match claim:
+            case {"size": int(size), "sha256": str(sha256)} if name in PLAIN or FILE_NAME.fullmatch(name):
+                records[name] = Record(size, sha256)
+            case _:  # names with separators or dots among them
+                raise damaged(path, f"lists {name[:99]!r}, which is not a file of a checkpoint")
+    if text != pack_manifest(step, records):
+        raise damaged(path, "is not what was saved (its own SHA-256 differs)")
+    if step_of(folder.name) not in (-1, step):
+        raise damaged(folder, f"holds step {step}, so it was renamed or mixed up")
+    if extra := set(os.listdir(folder)) - {*records, MANIFEST}:
+        raise damaged(folder / min(extra), "is not in the manifest; remove it if it is yours")
+    for name, record in records.items():
+        with _opened(folder / name, record):
+            pass
+    return step, records
+
+
+@contextmanager
+def _opened(path: Path, record: Record | None = None) -> Iterator[IO[bytes]]:
+    """A plain file in a plain folder; its size is checked before anything is read."""
+    try:
+        for link in (path.parent, path):
+            if link.is_symlink():
+                raise damaged(link, "cannot be opened (it is a symbolic link)")
+        # Without O_NONBLOCK, a pipe put there would block for ever.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise damaged(path, "is not a plain file")
+            if record is not None and found.st_size != record.size:
+                raise damaged(path, f"has {found.st_size} bytes where the manifest says {record.size}")
+            if path.suffix == ".json" and found.st_size > MAX_JSON:
+                raise damaged(path, f"has {found.st_size} bytes, more than the {MAX_JSON} allowed")
+            yield file
+    except OSError as error:
+        raise damaged(path, f"cannot be opened ({error.strerror})") from None
 
 
 def load(run: Path, only: Collection[str] | None = None) -> Checkpoint:
@@ -119,9 +229,9 @@ def load(run: Path, only: Collection[str] | None = None) -> Checkpoint:
 def newest(
     run: Path, read: Callable[[Path], Checkpoint], listed: Callable[[Path], list[Path]] | None = None
 ) -> Checkpoint:
-    """What `read` makes of the newest checkpoint that it can read."""
+    """The newest checkpoint that `read` can read."""
     failed: dict[Path, str] = {}
-    # Listed anew each time: a run that is still saving may have removed an old one and added a newer one.
+    # Listed again each time: a run that is still saving may have removed an old one and added a newer one.
     while left := [path for path in (listed or candidates)(Path(run)) if path not in failed]:
         path = left[-1]
         try:
@@ -137,67 +247,71 @@ def newest(
     raise DepthgateError(f"no complete checkpoint in {run}: check the path, or start without it{reasons}")
 
 
-def steps(run: Path) -> list[int]:
-    """The steps that have a folder, ascending; none if there is no such run. Damaged ones count: see `load`."""
-    return sorted({step_of(path.name) for path in candidates(Path(run))})
-
-
 def verify(folder: Path) -> dict[str, Record]:
-    """Read every file of a checkpoint and compare it with the manifest, without keeping it; returns the records."""
-    with open_folder(folder := Path(folder)) as fd:
-        _, records = manifest.read(fd, folder)
-        for names in pieces.by_group(records, folder).values():
-            pieces.index(fd, folder, names, records)
-        verify_files(fd, folder, records)
+    """Compare every file of a checkpoint with the manifest, without reading tensors; returns the records."""
+    _, records = read_manifest(Path(folder))
+    read_plain(Path(folder), records)
+    read_headers(Path(folder), records, records)
     return records
 
 
-def verify_files(fd: int, folder: Path, records: Mapping[str, Record]) -> None:
-    """Compare these files with what the manifest says of them."""
-    for name, record in records.items():
-        with opened(fd, folder / name, record.size) as file:
-            if name.endswith(SUFFIX):
-                file.header()
-            else:
-                files.from_json(file.take(file.left), file.path)
-            file.finish(record.sha256)
-
-
 def read_folder(folder: Path, only: Collection[str] | None = None) -> Checkpoint:
-    """Read one checkpoint, from a folder of any name; whatever is missing, damaged or unknown is an error."""
-    with open_folder(folder := Path(folder)) as fd:
-        step, records = manifest.read(fd, folder)
-        groups = pieces.by_group(records, folder)
-        wanted = groups.keys() if only is None else set(only)
-        if missing := wanted - groups.keys():
-            raise DepthgateError(f"{folder} has no tensors named {sorted(missing)}: it has {sorted(groups)}")
-        state, config = read_plain(fd, folder, records)
-        tensors = {group: pieces.read(fd, folder, groups[group], records) for group in sorted(wanted)}
-    return Checkpoint(folder, step, tensors, state, config)
+    """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error."""
+    folder = Path(folder)
+    step, records = read_manifest(folder)
+    state, config = read_plain(folder, records)
+    found = read_headers(folder, records, records, only)
+    return Checkpoint(folder, step, {g: tensor_files.read_all(found[g]) for g in found}, state, config)
 
 
-def read_plain(fd: int, folder: Path, records: Mapping[str, Record]) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_plain(folder: Path, records: Mapping[str, Record]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state and the configuration."""
     found = []
     for name in PLAIN:
-        with opened(fd, folder / name, records[name].size) as file:
-            found.append(files.from_json(file.take(file.left), folder / name))
-            file.finish(records[name].sha256)
+        with _opened(folder / name, records[name]) as file:
+            _check_hash(file, folder / name, records[name])
+            file.seek(0)
+            found.append(from_json(file.read(), folder / name))
     return found[0], found[1]
+
+
+def read_headers(
+    folder: Path, records: Mapping[str, Record], hashed: Collection[str], only: Collection[str] | None = None
+) -> dict[str, dict[str, Whole]]:
+    """The tensors by group and name, ready to be read; the files named in `hashed` are compared with their hash."""
+    groups = tensor_files.by_group(records, folder)
+    wanted = groups.keys() if only is None else set(only)
+    if missing := wanted - groups.keys():
+        raise DepthgateError(f"{folder} has no tensors named {sorted(missing)}: it has {sorted(groups)}")
+    found = {}
+    for group in sorted(wanted):
+        opened = {}
+        for path in (folder / name for name in groups[group]):
+            with _opened(path, records[path.name]) as file:
+                opened[path] = tensor_files.open_file(file.fileno(), path)
+                if path.name in hashed:
+                    _check_hash(file, path, records[path.name])
+        found[group] = tensor_files.index(opened)
+    return found
+
+
+def _check_hash(file: IO[bytes], path: Path, record: Record) -> None:
+    if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:  # type: ignore[arg-type]
+        raise damaged(path, "is not what was saved (its SHA-256 differs)")
 
 
 def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
     """Tensors must have the names, shapes and dtypes of those they replace, and be finite."""
     if odd := sorted(found.keys() ^ wanted.keys()):
         what = "lacks" if odd[0] in wanted else "has the unknown"
-        raise files.damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
+        raise damaged(path, f"does not fit its configuration: it {what} {odd[0][:99]!r}")
     for name, tensor in found.items():
         if (tensor.shape, tensor.dtype) != (wanted[name].shape, wanted[name].dtype):
             kind = f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            raise files.damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
+            raise damaged(path, f"does not fit its configuration: {name} is {kind}"[:300])
         own = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a split tensor, this process's rows
         if own.is_floating_point() and not own.isfinite().all():
-            raise files.damaged(path, f"has numbers in {name} that are not finite")
+            raise damaged(path, f"has numbers in {name} that are not finite")
 
 
 @contextmanager
@@ -217,6 +331,16 @@ def lock(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def steps(run: Path) -> list[int]:
+    """The steps that have a folder, ascending; none if there is no such run. Damaged ones count: see `load`."""
+    return sorted({step_of(path.name) for path in candidates(Path(run))})
+
+
+def step_of(name: str) -> int:
+    """The step of a checkpoint's folder, by its name; -1 for other names."""
+    return int(match[2]) if (match := _STEP.fullmatch(name)) else -1
+
+
 def candidates(run: Path) -> list[Path]:
     """Everything that has the name of a checkpoint, oldest first; a replaced one (.old) before its successor."""
     try:
@@ -229,7 +353,7 @@ def candidates(run: Path) -> list[Path]:
 
 
 def _tidy(run: Path) -> None:
-    """Clear away what a killed save left. Only the holder of the lock may, so nothing here is still being written."""
+    """Remove what a killed save left. Only the holder of the lock may, so nothing here is still being written."""
     for name in os.listdir(run):
         if name.startswith(".tmp-step-"):
             _discard(run / name)
@@ -241,7 +365,7 @@ def _tidy(run: Path) -> None:
 
 
 def _rotate(run: Path, step: int, keep: int) -> None:
-    """Remove what is older than the `keep` newest complete ones up to `step`.
+    """Remove checkpoints older than the `keep` newest complete ones up to `step`.
 
     Complete is judged by manifest and sizes, not by reading gigabytes again. Later steps do not count: they may be the
     damaged ones that a resume went back from, and must not push out the good ones.
@@ -255,13 +379,13 @@ def _rotate(run: Path, step: int, keep: int) -> None:
         elif kept >= keep:
             _discard(path)
         else:
-            with suppress(DepthgateError), open_folder(path) as fd:
-                manifest.read(fd, path)
+            with suppress(DepthgateError):
+                read_manifest(path)
                 kept += 1
 
 
 def _discard(path: Path) -> None:
-    """Remove, or say why not: an old folder that stays is no reason to stop training."""
+    """Remove a folder, or warn: an old folder that stays is not a reason to stop training."""
     try:
         if not path.name.startswith(".tmp-"):
             # Out of sight first: a kill must not leave half a checkpoint.

