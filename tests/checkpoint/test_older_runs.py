@@ -19,10 +19,19 @@ from tests.conftest import close
 
 OLD = Path(__file__).parents[1] / "fixtures" / "e9f41b0"
 EXPECTED = json.loads((OLD / "expected.json").read_text())
-OPTIONS = (
-    "--model.dim=4 --model.layers=2 --model.heads=2 --model.hidden=4 --model.context=16 --model.pattern=mod,dense "
-    "--model.capacity=0.5 --model.tied=true --model.rule=threshold --batch=2 --device=cpu"
-).split()
+OPTIONS = [
+    "--model.dim=4",
+    "--model.layers=2",
+    "--model.heads=2",
+    "--model.hidden=4",
+    "--model.context=16",
+    "--model.pattern=mod,dense",
+    "--model.capacity=0.5",
+    "--model.tied=true",
+    "--model.rule=threshold",
+    "--batch=2",
+    "--device=cpu",
+]
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
