@@ -25,8 +25,8 @@ from depthgate.demo.config import DemoConfig
 from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots
-from depthgate.view import heldout as routes
 from depthgate.view.page import routed_text
+from depthgate.view.routes import held_out_tokens, read
 
 # Reads as markup, has characters of several bytes, and nothing about it is Python.
 HOSTILE = "<script>alert('&amp;')</script> <b onclick=\"x\"> é ☃ \x00\x1b\t\u202e </pre></html> "
@@ -142,15 +142,15 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
     torch.set_num_threads(1)
     model = dg.load(finished / "mod")
     config = runs.twins(DemoConfig(out=str(finished), data=str(home / "<i>&.jsonl"), steps=STEPS))["tiny-mod"]
-    rows = routes.piece(measure.held_out(config, model), 256)
-    ids = rows.tokens.flatten().tolist()
+    ids = held_out_tokens(measure.held_out(config, model), 768)
+    rows = torch.tensor(ids).view(3, 256)
     assert len(ids) == 768
     # Real text: the beginning of a document.
     texts = [json.loads(line)["text"] for line in (home / "<i>&.jsonl").read_text().splitlines()]
     assert any(text.encode().startswith(bytes(ids)) for text in texts)
 
     def check(page: str) -> int:
-        plans = model(rows.tokens, rows.pos, rows.doc, causal=True).plans
+        plans = model(rows, causal=True).plans
         chosen = [plan.chosen.flatten().tolist() for plan in plans if isinstance(plan, Slots)]
         spans = SPAN.findall(page)
         assert len(spans) == len(ids)
@@ -171,9 +171,10 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
     check((finished / "report.html").read_text())
     # After ten steps the causal rule routes next to nothing: have it route about half, and look again.
     for _ in range(4):
-        for i, plan in enumerate(model(rows.tokens, rows.pos, rows.doc, causal=True).plans):
+        for i, plan in enumerate(model(rows, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
-    assert 768 < check(routed_text(*routes.routed(model, rows), routes.routed_layers(model))) < 3 * 768
+    seen, _ = read(model, ids)
+    assert 768 < check(routed_text(seen.tokens, seen.through, seen.layers)) < 3 * 768
 
 
 def test_losses_are_those_of_eval(home: Path, finished: Path, tmp_path: Path) -> None:

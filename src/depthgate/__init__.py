@@ -18,13 +18,14 @@ _HOMES = {
     "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
-_MODULES = ("hf", "layers", "ops", "routing")
+_MODULES = ("hf", "layers", "ops", "routing", "view")
 
 if TYPE_CHECKING:
     from depthgate import hf as hf
     from depthgate import layers as layers
     from depthgate import ops as ops
     from depthgate import routing as routing
+    from depthgate import view as view
     from depthgate.config import ModelConfig as ModelConfig
     from depthgate.drop_in import MixtureOfDepths as MixtureOfDepths
     from depthgate.encoders import MoDEncoder as MoDEncoder

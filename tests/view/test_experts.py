@@ -10,10 +10,8 @@ import depthgate as dg
 from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Plans, Slots
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
-from depthgate.view.figures import routes_figure
-from depthgate.view.models import read
-from depthgate.view.routes import Routes
-from depthgate.view.routes_page import routes_page
+from depthgate.view.figures import plans_figure
+from depthgate.view.routes import BatchRow, Routes, read, routes_page
 from tests.view.pages import page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
@@ -72,12 +70,11 @@ def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
     assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
     assert "Layer 1, load of its experts" in page
     assert "Layer 2, load of its experts" not in page
-    assert [axes.get_title() for axes in routes_figure(found, [waiting, idle]).axes][2:] == [
+    assert [axes.get_title() for axes in plans_figure(BatchRow(found, [waiting, idle], []), None).axes][2:] == [
         "layer 1: load of the experts"
     ]
-    alone = Routes(["a"], [], 2, [], [], [], [], [], [0.0])
     with pytest.raises(DepthgateError, match="no token came to any expert"):
-        routes_figure(alone, [idle])
+        plans_figure(BatchRow(None, [idle], []), None)
 
 
 def _nobody_enters(plans):
@@ -107,19 +104,19 @@ def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
     assert torch.tensor(found.into).sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-5)
     assert found.load == pytest.approx(plans[0].back[1].sum(-1).mean(0).tolist())
     assert sum(found.load) == pytest.approx(1, abs=1e-5)
-    plans.save_page(tmp_path / "page.html", grid=(3, 4), row=1)
+    dg.view.save_page(plans, tmp_path / "page.html", grid=(3, 4), row=1)
     data = page_data(tmp_path / "page.html", "slots-1")
     assert (data["rows"], data["columns"], data["slots"]) == (3, 4, 2)
     for shown, row in zip(data["into"], found.into, strict=True):
         assert shown == pytest.approx(row, rel=5e-3)
     with pytest.raises(DepthgateError, match=r"grid is \(5, 5\), but there are 12 tokens"):
-        plans.plot(grid=(5, 5))
+        dg.view.plot(plans, grid=(5, 5))
     with pytest.raises(DepthgateError, match="rows of grid is -3"):
-        plans.plot(grid=(-3, -4))
+        dg.view.plot(plans, grid=(-3, -4))
     with pytest.raises(DepthgateError, match="row is 2"):
-        plans.plot(row=2)
+        dg.view.plot(plans, row=2)
     with pytest.raises(DepthgateError, match="3 tokens, and plans for 12"):
-        plans.plot(tokens=["a", "b", "c"])
+        dg.view.plot(plans, tokens=["a", "b", "c"])
 
 
 def test_plans_of_every_layer_can_be_plotted(runs):
@@ -138,10 +135,10 @@ def test_plans_of_every_layer_can_be_plotted(runs):
     ]
     for plans in made:
         assert isinstance(plans, Plans)
-        assert plans.plot()._repr_png_().startswith(b"\x89PNG")
-    figure = made[0].plot(row=1)
+        assert dg.view.plot(plans)._repr_png_().startswith(b"\x89PNG")
+    figure = dg.view.plot(made[0], row=1)
     assert figure.subfigs[0].axes[0].images[0].get_array().shape == (1, 5)  # without the padding
-    chosen = made[4].plot().subfigs[0].axes[0].images[0].get_array() % 2
+    chosen = dg.view.plot(made[4]).subfigs[0].axes[0].images[0].get_array() % 2
     assert chosen.tolist() == [plan.chosen[0, :, 0].int().tolist() for plan in made[4]]
 
 

@@ -35,6 +35,6 @@ def check_report(browser, page, width):
     browser.assert_fits()
     browser.assert_alone()
     assert browser.js("document.querySelectorAll('pre .token, pre .skipped').length") > 50
-    assert browser.js("document.querySelectorAll('svg[role=img]').length") >= 1
-    assert browser.js("document.images.length + document.scripts.length") == 0
+    assert browser.js("document.querySelectorAll('.chart canvas').length") >= 1
+    assert browser.js("[document.images.length, document.scripts.length]") == [0, 2]  # uPlot, and what calls it
     assert browser.js("[...document.querySelectorAll('.wide, .long')].every((e) => e.tabIndex === 0)")

@@ -11,9 +11,7 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
-from depthgate.view.models import read
-from depthgate.view.routes import routes
-from depthgate.view.routes_page import routes_page
+from depthgate.view.routes import Routes, read, routes_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 
@@ -51,8 +49,7 @@ def test_losses_depths_and_the_accuracy_of_the_rule(run):
     wanted = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").tolist()
     assert math.isnan(found.losses[0])
     assert found.losses[1:] == pytest.approx(wanted, abs=1e-4)
-    for t, depth in enumerate(found.depths):
-        assert depth == 2 + len(found.through(t))
+    assert found.depths == [2 + len(layers) for layers in found.through]
     assert "".join(found.tokens) == "over a lazy dog"
     plans = model(torch.tensor([ids])).plans
     assert found.accuracy == pytest.approx([float(predictor_accuracy(plan)) for plan in plans])
@@ -114,9 +111,9 @@ def test_plans_of_another_model_or_text_are_refused(run):
     model = dg.load(run)
     plans = model(torch.tensor([model.tokenizer.encode("abcdef")]), causal=True).plans
     with pytest.raises(DepthgateError, match="of another model"):
-        routes(list("abcdef"), [2], 4, plans, plans, [0.0] * 6)
+        Routes.empty([2], 4).add(list("abcdef"), plans, plans, [0.0] * 6)
     with pytest.raises(DepthgateError, match="of another text"):
-        routes(list("abc"), [2, 4], 4, plans, plans, [0.0] * 3)
+        Routes.empty([2, 4], 4).add(list("abc"), plans, plans, [0.0] * 3)
 
 
 def test_what_is_no_number_is_said_so():

@@ -3,16 +3,16 @@
 import json
 import math
 import os
+import re
 import shutil
+from html import unescape
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from depthgate.errors import DepthgateError
-from depthgate.view.page import html
-from depthgate.view.runs import curve, read_runs
-from depthgate.view.runs_page import runs_page, unit
+from depthgate.view.runs import curve, read_runs, runs_page, unit
 from tests.train.tiny import rows
 from tests.view.pages import a_run, view
 
@@ -142,7 +142,7 @@ def test_a_run_that_has_just_started_can_be_watched(copy):
         read_runs([str(copy)])
     assert read_runs([str(copy)], started=True)[0].notes == ["no step is recorded yet"]
     (copy / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(DepthgateError, match="is no run"):
+    with pytest.raises(DepthgateError, match="is not a run"):
         read_runs([str(copy)], started=True)
 
 
@@ -162,7 +162,8 @@ def test_names_of_folders_are_text_everywhere(copy, tmp_path, capfd):
         assert part.format(title) in page
     for name in shown:
         assert f'<span class="name">{name}</span>' in page
-        assert f"&quot;name&quot;:&quot;{html(json.dumps(name)[1:-1])}&quot;" in page
+    drawn = [json.loads(unescape(chart)) for chart in re.findall(r'data-chart="(.*?)"', page)]
+    assert {unescape(name) for name in shown} < {series["name"] for chart in drawn for series in chart["series"]}
     for absent in ("\u202e", "\x01", "<b>"):
         assert absent not in page
     ElementTree.parse(tmp_path / "a.svg")  # well-formed
@@ -172,8 +173,8 @@ def test_names_of_folders_are_text_everywhere(copy, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["empty"], "empty is no run: it has no metrics.jsonl"),
-        (["absent"], "absent is no folder"),
+        (["empty"], "empty is not a run: it has no metrics.jsonl"),
+        (["absent"], "absent is not a folder"),
         (["run", "--out", "no/such/page.html"], "name a file in a folder that exists"),
         (["run", "--out", "empty"], "name a file"),
         (["run", "--prompt", "a"], "text and prompt are for --model"),

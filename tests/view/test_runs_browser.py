@@ -1,12 +1,16 @@
-"""The page of runs in a real browser, and a server that follows a run while it goes on."""
+"""The page of runs in a real browser, and the report that follows a run while it goes on."""
+
+import json
+import re
 
 import pytest
 
 from depthgate.view.figures import runs_figure
-from depthgate.view.runs import read_runs
-from depthgate.view.runs_page import runs_page
+from depthgate.view.runs import read_runs, runs_page, write_report
 from tests.train.tiny import rows
 from tests.view.pages import a_run, view
+
+LIVE = '<meta http-equiv="refresh" content="15">'
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +31,12 @@ def test_runs_lie_over_each_other_against_what_is_chosen(browser, page, run):
     assert shown(browser) == ["step"]
     assert browser.js("document.querySelectorAll('.by[data-axis=step] figure').length") == 3
     legend = browser.js(
-        "[...document.querySelectorAll('.by[data-axis=step] figure:first-child li')].map((e) => e.textContent)"
+        "[...document.querySelectorAll('.by[data-axis=step] figure:first-child .u-label')].map((e) => e.textContent)"
     )
-    assert legend == ["mod", "mode", "mod, resumed"]
+    assert legend[1:] == ["mod", "mode", "mod, resumed"]
     mark = rows(run)[5]
-    assert browser.text(".by[data-axis=step] .mark title") == f"6, {mark['loss']:.4g}"
+    marks = browser.js("((u) => u.data[0].map((x, i) => [x, u.data[3][i]]))(document.querySelector('.chart').chart)")
+    assert [point for point in marks if len(point) > 1 and point[1] is not None] == [[6, float(f"{mark['loss']:.6g}")]]
     for axis in ("tokens", "flops", "seconds"):
         browser.click(f"#axis-{axis}")
         assert shown(browser) == [axis]
@@ -44,15 +49,15 @@ def test_runs_lie_over_each_other_against_what_is_chosen(browser, page, run):
 def test_numbers_can_be_read_off_the_charts(browser, page, run, runs):
     browser.open(page)
     losses, others = ([row["loss"] for row in rows(runs / name)] for name in ("mod", "mode"))
-    chart = ".by[data-axis=step] svg"
-    box = browser.box(chart)
-    line = browser.js(f"document.querySelector('{chart} polyline').getBoundingClientRect().toJSON()")
-    browser.move(line["x"] + line["width"] * 8 / 11, box["y"] + box["height"] / 2)  # step 9 of 12
-    said = ".by[data-axis=step] .said"
-    assert browser.text(said) == f"mod {losses[8]:.5g} at 9; mode {others[5]:.5g} at 6"
-    browser.js(f"document.querySelector('{chart}').focus()")
+    chart = "document.querySelector('.by[data-axis=step] .chart')"
+    browser.js(f"{chart}.scrollIntoView({{block: 'center'}})")
+    box = browser.js(f"{chart}.chart.over.getBoundingClientRect().toJSON()")
+    browser.move(box["x"] + browser.js(f"{chart}.chart.valToPos(9, 'x')"), box["y"] + box["height"] / 2)
+    said = f"[...{chart}.querySelectorAll('.u-value')].map((e) => e.textContent)"
+    assert browser.js(said)[1:3] == [f"{losses[8]:.5g} at 9", f"{others[5]:.5g} at 6"]
+    browser.js(f"{chart}.focus()")
     browser.press("ArrowRight", "ArrowRight")
-    assert browser.text(said).startswith(f"mod {losses[10]:.5g} at 11")
+    assert browser.js(said)[1] == f"{losses[10]:.5g} at 11"
     browser.assert_alone()
 
 
@@ -63,14 +68,11 @@ def test_a_run_has_one_colour_in_all_charts(browser, tmp_path):
         row["routed_share"] = []
     (tmp_path / "page.html").write_text(runs_page([dense, mod]))
     browser.open(tmp_path / "page.html")
-    found = browser.js(
-        """[...document.querySelectorAll('.by[data-axis=step] polyline')].map(
-        (line) => line.dataset.name + ' ' + getComputedStyle(line).stroke)"""
-    )
-    assert len(found) == 5
-    assert len(set(found)) == 2
-    legends = browser.js("[...document.querySelectorAll('.by[data-axis=step] ul')].map((list) => list.innerText)")
-    assert legends[1] == "mod"
+    series = "[...document.querySelectorAll('.by[data-axis=step] .chart')].map((e) => e.chart.series.slice(1))"
+    found = browser.js(f"{series}.map((each) => each.map((s) => s.label + ' ' + s.stroke()))")
+    assert [len(chart) for chart in found] == [2, 1, 2]
+    assert len({line for chart in found for line in chart}) == 2
+    assert found[1][0].startswith("mod ")
     picture = runs_figure([dense, mod])
     share = picture.axes[2]
     assert [line.get_color() for line in share.lines] == ["C1"]
@@ -93,5 +95,37 @@ def test_a_hostile_name_runs_nothing(browser, run, tmp_path):
     (tmp_path / "page.html").write_text(runs_page([type(found)(evil, found.rows)]))
     browser.open(tmp_path / "page.html")
     assert browser.js("document.title") == f"depthgate view: {evil}"
-    assert browser.js("[document.images.length, document.scripts.length]") == [0, 1]  # ours
+    assert browser.js("[document.images.length, document.scripts.length]") == [0, 2]  # uPlot, and what calls it
     browser.assert_alone()
+
+
+def test_the_report_of_a_run_reloads_itself_while_the_run_is_live(browser, run, tmp_path):
+    folder = tmp_path / "live"
+    folder.mkdir()
+    report = folder / "report.html"
+    (folder / "config.json").write_bytes((run / "config.json").read_bytes())
+    lines = [json.dumps(row) + "\n" for row in rows(run)]
+    write_report(folder, live=True)  # before the first step
+    assert "no step is recorded yet" in report.read_text()
+    (folder / "metrics.jsonl").write_text("".join(lines[:4]))
+    write_report(folder, live=True)
+    report.write_text(report.read_text().replace(LIVE, LIVE.replace("15", "1")))  # nobody waits in a test
+    browser.open(report)
+    assert "4 of 12" in browser.text("main .wide")
+    assert "The run is going on, and this page reloads itself." in browser.text("main")
+    assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", browser.text("main"))
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    write_report(folder, live=False)
+    assert LIVE not in report.read_text()
+    browser.wait_for_load()
+    assert "12 of 12" in browser.text("main .wide")
+    assert "The run has ended." in browser.text("main")
+    assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.jsonl", "report.html"}
+    assert browser.errors == []
+
+
+def test_a_report_that_cannot_be_written_does_not_stop_a_run(run, tmp_path):
+    write_report(tmp_path / "absent", live=True)
+    (tmp_path / "config.json").write_text("{")  # not a run's
+    write_report(tmp_path, live=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

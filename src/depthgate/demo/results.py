@@ -12,7 +12,7 @@ from depthgate.demo.runs import marks, metrics
 from depthgate.flops import parameters, training_flops
 from depthgate.loading import LoadedDecoder, load
 from depthgate.train import evaluate
-from depthgate.view.heldout import piece, routed, routed_layers
+from depthgate.view.routes import held_out_tokens, read
 
 _LOSSES = ("nats_per_byte", "bits_per_byte", "nats_per_byte_top_k", "bits_per_byte_top_k")
 
@@ -40,7 +40,7 @@ def measured(name: str, config: TrainConfig) -> Result:
     steps = marks(config)
     found = [_figures(model if step == steps[-1] else load(run / f"step-{step}"), documents) for step in steps]
     final = found[-1]
-    tokens, through = routed(model, piece(documents, config.model.context))
+    seen, _ = read(model, held_out_tokens(documents, 768))
     last = rows[-1]
     figures = {
         "model": name,
@@ -53,7 +53,7 @@ def measured(name: str, config: TrainConfig) -> Result:
         "held_out_documents": len(documents.bounds) - 1,
         "held_out_tokens": final["tokens"],
         **{name: final[name] for name in _LOSSES},
-        "routed_share": dict(zip(routed_layers(model), final["routed_share"], strict=True)),
+        "routed_share": dict(zip(seen.layers, final["routed_share"], strict=True)),
         "sample": measure.sample(model, config.seed),
     }
     return Result(
@@ -61,9 +61,9 @@ def measured(name: str, config: TrainConfig) -> Result:
         figures=figures,
         losses=[(row["flops"], float("nan") if row["loss"] is None else row["loss"]) for row in rows],
         validation=[(flops[step], each["nats_per_byte"]) for step, each in zip(steps, found, strict=True)],
-        tokens=tokens,
-        through=through,
-        routed_layers=routed_layers(model),
+        tokens=seen.tokens,
+        through=seen.through,
+        routed_layers=seen.layers,
     )
 
 

@@ -10,8 +10,8 @@ from depthgate.data.token_file import cache_folder, prepare
 from depthgate.errors import DepthgateError
 from depthgate.loading import load
 from depthgate.view import page as pages
-from depthgate.view.heldout import piece, routed, routed_layers
 from depthgate.view.page import Html, routed_text
+from depthgate.view.routes import held_out_tokens, read
 
 
 def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:
@@ -23,11 +23,10 @@ def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:
         documents = prepare(asked["data"], model.tokenizer, cache_folder(), asked["validation"]).validation
     except (DepthgateError, OSError, ValueError, KeyError):
         return None  # its checkpoints may have been deleted: the figures are what matters
-    layers = routed_layers(model)
-    tokens, through = routed(model, piece(documents, model.config.context))
+    found, _ = read(model, held_out_tokens(documents, 768))
     about = (
         f"{row['variant']}, {row['layers']} x {row['dim']}, {row['budget']:g} FLOPs, seed {row['seed']}: the start of "
         f"a held-out document. The deeper a token's colour and the thicker the line below it, the more of the routed "
-        f"layers ({', '.join(map(str, layers))}) computed it under the causal choice; hovering names them."
+        f"layers ({', '.join(map(str, found.layers))}) computed it under the causal choice; hovering names them."
     )
-    return pages.join([pages.paragraph(about), routed_text(tokens, through, layers)])
+    return pages.join([pages.paragraph(about), routed_text(found.tokens, found.through, found.layers)])

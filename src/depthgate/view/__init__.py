@@ -1,1 +1,34 @@
-"""Plans to pictures and pages."""
+"""Plans, texts and runs as pages and pictures. `plot` and `save_page` show plans alone, without a model or a text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from depthgate.routing.plan import Plan
+
+
+def plot(
+    plans: "Sequence[Plan]", tokens: Sequence[str] | None = None, grid: tuple[int, int] | None = None, row: int = 0
+) -> Any:
+    """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts, the
+    slots of Soft MoE. tokens: their texts; grid: rows and columns, where tokens are patches of an image."""
+    from depthgate.view.figures import plans_figure
+    from depthgate.view.routes import batch_row
+
+    return plans_figure(batch_row(plans, tokens, grid, row), grid)
+
+
+def save_page(
+    plans: "Sequence[Plan]",
+    path: str | Path,
+    tokens: Sequence[str] | None = None,
+    grid: tuple[int, int] | None = None,
+    row: int = 0,
+) -> None:
+    """The same as one self-contained HTML page, with every number."""
+    from depthgate.files import check_out, write
+    from depthgate.view.routes import batch_row, plans_page
+
+    out = check_out(Path(path))
+    write(out, plans_page(batch_row(plans, tokens, grid, row), grid, tokens))

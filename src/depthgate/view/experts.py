@@ -1,14 +1,20 @@
-"""What mixtures of experts did, as plain data: which experts each token chose, and how slots look at tokens."""
+"""Mixtures of experts, as plain data and as sections of a page: which experts tokens chose, what slots hold."""
 
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from depthgate.errors import DepthgateError, InvalidValueError, check_count
-from depthgate.routing import Groups, Plan, Plans, Slots, Soft
+import depthgate.view.page as pages
+from depthgate.errors import DepthgateError
+from depthgate.routing.plan import Groups, Plan, Plans, Slots
+from depthgate.view.page import Html, isolated, visible
+
+Grid = tuple[int, int]  # rows and columns of an image's patches
 
 _OTHER = "the plans are of another model: they do not fit its layers"
+_FORMS = 4  # tokens named for each expert
+_MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
 
 
 @dataclass(frozen=True)
@@ -18,33 +24,28 @@ class ExpertLayer:
     layer: int  # its number, from 1
     experts: int
     null_experts: int
-    choices: list[list[int]]  # of each token, the experts that it went to; none where it skipped the layer
+    choices: list[list[int]]  # the experts of each token; none where it skipped the layer
 
     @property
     def used(self) -> int:
-        """How many tokens came."""
+        """Number of tokens that went to any expert."""
         return sum(bool(chosen) for chosen in self.choices)
 
     @property
-    def counts(self) -> Counter[int]:
-        """How many tokens went to each expert."""
-        return Counter(expert for chosen in self.choices for expert in chosen)
-
-    @property
     def load(self) -> list[float]:
-        """The share of all choices that each expert has; with that of the null experts they sum to one."""
-        counts = self.counts
+        """Share of all choices that each expert has; with that of the null experts they sum to one."""
+        counts = Counter(expert for chosen in self.choices for expert in chosen)
         return [counts[expert] / max(1, counts.total()) for expert in range(self.experts)]
 
     @property
     def null_share(self) -> float:
-        """The share of all choices that compute nothing."""
-        counts = self.counts
-        return sum(n for expert, n in counts.items() if expert >= self.experts) / max(1, counts.total())
+        """Share of all choices that compute nothing."""
+        chosen = [expert for choice in self.choices for expert in choice]
+        return sum(expert >= self.experts for expert in chosen) / max(1, len(chosen))
 
     @property
     def effective(self) -> float:
-        """How many experts, all used alike, would be as spread as these: exp of the entropy of their load."""
+        """Number of equally used experts that would be as spread as these: exp of the entropy of their load."""
         load = [share for share in self.load if share > 0]
         return math.exp(-sum(share / sum(load) * math.log(share / sum(load)) for share in load)) if load else 0.0
 
@@ -57,44 +58,35 @@ class SlotLayer:
     experts: int
     slots: int  # of each expert
     into: list[list[float]]  # (E * C, T) how much of each token a slot holds: each row sums to one
-    load: list[float]  # of each expert, its share in what the tokens get back, the mean over tokens
+    load: list[float]  # each expert's part in the tokens' results, the mean over tokens
 
 
 def expert_layers(
     kinds: Sequence[str], plans: Plans, tokens: int, experts: tuple[int, int] = (0, 0)
 ) -> list[ExpertLayer]:
-    """From the plans of one row of a batch by a model with layers of these kinds. Within a mode layer the experts see
-    only the tokens that enter it; where none does there is no plan, and `experts` says how many wait, and how many of
-    them are null."""
+    """Layers with experts, from the plans of one row of a batch by a model with layers of these kinds. Within a mode
+    layer the experts see only the tokens that enter it; where none does there is no plan, and `experts` says how many
+    experts compute and how many are null."""
     left = list(plans)
     found = []
     for number, kind in enumerate(kinds, 1):
-        entering, outer = list(range(tokens)), None
+        entering, empty = list(range(tokens)), False
         if kind in ("mod", "mode", "random"):
             outer = left.pop(0) if left else None
             if not isinstance(outer, Slots) or outer.scores.shape[:2] != (1, tokens):
                 raise DepthgateError(_OTHER)
-            entering = [t for t, on in zip(*_row(outer, 0), strict=True) if on]
-        if kind in ("moe", "mode") and not (kind == "mode" and _nobody(outer)):
+            entering = outer.chosen[0, :, 0].nonzero()[:, 0].tolist()
+            empty = outer.tokens.shape[-1] == 0
+        if kind == "mode" and empty:
+            found.append(ExpertLayer(number, *experts, [[] for _ in range(tokens)]))
+        elif kind in ("moe", "mode"):
             plan = left.pop(0) if left else None
             if not isinstance(plan, Groups):
                 raise DepthgateError(_OTHER)
             found.append(_chosen(number, plan, entering, tokens))
-        elif kind == "mode":
-            found.append(ExpertLayer(number, *experts, [[] for _ in range(tokens)]))
     if left:
         raise DepthgateError(_OTHER)
     return found
-
-
-def _nobody(plan: Plan | None) -> bool:
-    return isinstance(plan, Slots) and plan.tokens.shape[-1] == 0
-
-
-def _row(plan: Slots, row: int) -> tuple[list[int], list[bool]]:
-    """The tokens in the slots of the first expert, and whether each is really there."""
-    index = plan.tokens[row, 0].tolist()
-    return index, [True] * len(index) if plan.filled is None else plan.filled[row, 0].tolist()
 
 
 def _chosen(number: int, plan: Groups, entering: Sequence[int], tokens: int, row: int = 0) -> ExpertLayer:
@@ -106,29 +98,14 @@ def _chosen(number: int, plan: Groups, entering: Sequence[int], tokens: int, row
     return ExpertLayer(number, experts, plan.scores.shape[-1] - experts, choices)
 
 
-def joined_experts(parts: Sequence[Sequence[ExpertLayer]]) -> list[ExpertLayer]:
-    """Layers of one model over consecutive pieces of a text."""
-    return [
-        ExpertLayer(
-            layers[0].layer,
-            max(layer.experts for layer in layers),
-            max(layer.null_experts for layer in layers),
-            [chosen for layer in layers for chosen in layer.choices],
-        )
-        for layers in zip(*parts, strict=True)
-    ]
-
-
 def plan_experts(number: int, plan: Plan, row: int) -> ExpertLayer | SlotLayer | None:
-    """What one plan says of experts in a row of its batch; None for Mixture-of-Depths, which has none."""
+    """The experts or slots of one plan, in a row of its batch; None for Mixture-of-Depths, which has none."""
     if isinstance(plan, Groups):
         return _chosen(number, plan, range(plan.choice.shape[1]), plan.choice.shape[1], row)
     if isinstance(plan, Slots):
-        if plan.tokens.shape[1] == 1:
-            return None
-        chosen = plan.chosen[row].tolist()
         experts = plan.tokens.shape[1]
-        return ExpertLayer(number, experts, 0, [[e for e, on in enumerate(token) if on] for token in chosen])
+        choices = [[e for e, on in enumerate(token) if on] for token in plan.chosen[row].tolist()]
+        return ExpertLayer(number, experts, 0, choices) if experts > 1 else None
     _, T, E, C = plan.into.shape
     into = plan.into[row].detach().float().reshape(T, E * C).mT
     back = plan.back[row].detach().float().sum(-1)
@@ -137,12 +114,93 @@ def plan_experts(number: int, plan: Plan, row: int) -> ExpertLayer | SlotLayer |
     return SlotLayer(number, E, C, into.tolist(), back.mean(0).tolist())
 
 
-def check_grid(grid: tuple[int, int] | None, plans: Sequence[Soft | SlotLayer]) -> tuple[int, int] | None:
-    """Rows and columns of an image's patches, which must be as many as there are tokens."""
-    for number, side in zip(grid or (), ("rows of grid", "columns of grid"), strict=False):
-        check_count(number, side)
-    for plan in plans:
-        tokens = plan.into.shape[1] if isinstance(plan, Soft) else len(plan.into[0])
-        if grid is not None and grid[0] * grid[1] != tokens:
-            raise InvalidValueError(f"grid is {grid}, but there are {tokens} tokens: rows * columns must be as many")
-    return grid
+def experts_section(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) -> Html:
+    """Load, null share, and which tokens each expert is for."""
+    heads = ("layer", "tokens", "experts", "busiest", "idlest", "as spread as", "null share")
+    rows = []
+    for e in layers:
+        if not e.used:
+            rows.append([e.layer, "no token came", e.experts, *["-"] * (len(heads) - 3)])
+            continue
+        busy = (f"{max(e.load):.1%}", f"{min(e.load):.1%}")
+        null = f"{e.null_share:.1%}" if e.null_experts else "no null experts"
+        rows.append([e.layer, f"{e.used:,}", e.experts, *busy, f"{e.effective:.1f} experts", null])
+    about = (
+        "Shares are of all choices of experts that tokens made. As spread as: how many experts, all used alike, would "
+        "be as evenly used. Null share: choices that compute nothing."
+    )
+    used = [layer for layer in layers if layer.used]
+    parts: list[object] = [pages.table(heads, rows, about), pages.row([_load(layer) for layer in used])]
+    if tokens is not None:
+        parts += [_forms(layer, tokens) for layer in used if len(layer.choices) == len(tokens)]
+    return pages.join(parts)
+
+
+def _load(layer: ExpertLayer) -> Html:
+    bars = {str(expert): share for expert, share in enumerate(layer.load)}
+    many = layer.experts + layer.null_experts
+    about = f"The share of the choices that each expert has. The line: all {many} alike."
+    if layer.null_experts:
+        bars["null"] = layer.null_share
+    if layer.null_experts > 1:
+        about += f" The bar of the {layer.null_experts} null experts is that of all of them together."
+    title = f"Layer {layer.layer}, load of its experts"
+    return pages.bar_chart(title, about, bars, "share of the choices", even=1 / many)
+
+
+def _forms(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
+    """The tokens that choose each expert most, against how often they choose any."""
+    chose: dict[int, Counter[str]] = {}
+    times = Counter(token for token, chosen in zip(tokens, layer.choices, strict=True) if chosen)
+    for token, chosen in zip(tokens, layer.choices, strict=True):
+        for expert in {min(expert, layer.experts) for expert in chosen}:
+            chose.setdefault(expert, Counter())[token] += 1
+    lines = []
+    for expert in sorted(chose):
+        ranked = sorted(chose[expert].items(), key=lambda item: (-item[1] / (times[item[0]] + 3), item[0]))
+        said = [f"{isolated(visible(token))} {n} of {times[token]}" for token, n in ranked[:_FORMS]]
+        name = "null" if expert == layer.experts else str(expert)
+        lines.append([name, f"{chose[expert].total():,}", *said, *[""] * (_FORMS - len(said))])
+    about = f"Layer {layer.layer}: the tokens that most surely go to each expert, and how often they do."
+    heads = ("expert", "tokens", *["token, times"] * _FORMS)
+    return pages.table(heads, lines, about, f"Table: tokens of the experts of layer {layer.layer}")
+
+
+def slots_section(layers: Sequence[SlotLayer], grid: Grid | None) -> Html:
+    """Load of the experts, and a map for each slot."""
+    about = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
+    bars = []
+    for layer in layers:
+        load = {str(expert): share for expert, share in enumerate(layer.load)}
+        title = f"Layer {layer.layer}, load of its experts"
+        bars.append(pages.bar_chart(title, about, load, "share", even=1 / layer.experts))
+    parts: list[object] = [pages.row(bars)]
+    if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
+        parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
+    drawn = [layer for layer in layers if len(layer.into) * len(layer.into[0]) <= _MOST_CELLS]
+    parts += [_slot_map(layer, grid) for layer in drawn]
+    if drawn:
+        parts.append(pages.script("slots.js"))
+    if len(drawn) < len(layers):
+        parts.append(pages.paragraph(f"Layers with more than {_MOST_CELLS:,} weights are too large to draw."))
+    return pages.join(parts)
+
+
+def _slot_map(layer: SlotLayer, grid: Grid | None) -> Html:
+    name, many, tokens = f"slots-{layer.layer}", len(layer.into), len(layer.into[0])
+    rows, columns = grid or (1, tokens)
+    what, each = ("token", "row") if grid is None else ("patch", "map")
+    into = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in layer.into]
+    value = {"rows": rows, "columns": columns, "slots": layer.slots, "what": what, "into": into}
+    about = (
+        f"One small {each} for each slot: the lighter a {what}, the more of it the slot holds. All {each}s of a layer "
+        f"share one scale. Point at a {what}, or use the arrow keys; Page Up and Page Down go to other slots."
+    )
+    return Html(
+        f"<figure><h3>Layer {layer.layer}, what its slots hold</h3>"
+        f'<div class="map"><canvas class="slots" data-from="{name}" data-cells="{many * tokens}" tabindex="0" '
+        f'role="application" aria-label="Slot maps of layer {layer.layer}: {many} slots over {rows} by {columns}" '
+        f'aria-describedby="{name}-said"></canvas></div>'
+        f'<p class="said" id="{name}-said" role="status" aria-live="polite">Point at a {what}.</p>'
+        f"<figcaption>{about}</figcaption></figure>\n{pages.data(name, value)}"
+    )

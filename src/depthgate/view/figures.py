@@ -1,29 +1,28 @@
-"""The same as pictures for papers and notebooks, by matplotlib."""
+"""Pictures of plans and runs for papers and notebooks, by matplotlib."""
 
 import io
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
 from depthgate.files import write
-from depthgate.view.experts import ExpertLayer, SlotLayer
+from depthgate.view.experts import ExpertLayer, Grid, SlotLayer
 from depthgate.view.page import pieces
-from depthgate.view.plans import Grid, Seen
-from depthgate.view.routes import Routes
-from depthgate.view.runs import Run
-from depthgate.view.runs_page import lines, resume_marks, shares, unit
+from depthgate.view.routes import BatchRow, Routes
+from depthgate.view.runs import Points, Run, lines, resume_marks, shares, unit
 
-# skipped; by the top k alone; by the causal rule alone; by both: the colours of the pages
-_CELLS = ("#eef1f4", "#187a4b", "#b4480f", "#1f5fbf")
-_NAMES = ("skipped", "top k alone", "causal alone", "both")
+# name -> colour, as on pages; a cell is 1 by the top k, plus 2 by the causal rule
+_CELLS = {"skipped": "#eef1f4", "top k alone": "#187a4b", "causal alone": "#b4480f", "both": "#1f5fbf"}
+_ORANGE, _BLUE = _CELLS["causal alone"], _CELLS["both"]
 _NAMED = 48  # tokens that have room for their names
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure that no window or backend knows of, and that a notebook shows."""
+    """A figure without a window or a backend, which a notebook shows."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -37,7 +36,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def figure_bytes(figure: Any, kind: str) -> bytes:
-    """A file's content: png or svg."""
+    """Content of a png or svg file."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")  # a token that no font has is drawn as a box
@@ -46,78 +45,64 @@ def figure_bytes(figure: Any, kind: str) -> bytes:
 
 
 def save(figure: Any, png: str | None, svg: str | None) -> None:
-    """The files that are named."""
+    """Write the files that are named."""
     for kind, out in (("png", png), ("svg", svg)):
         if out is not None:
             write(Path(out), figure_bytes(figure, kind))
 
 
-def plans_figure(found: Seen, grid: Grid | None) -> Any:
-    """A panel for each layer with experts, and one map for all layers that tokens skip."""
-    busy = [layer for layer in found.experts if layer.used]  # no panel where no token came
-    if not (found.routes or busy or found.slots):
-        raise DepthgateError("no token came to any expert: there is nothing to draw")
-    rows = (0.3 * len(found.routes.layers) + 1.6) if found.routes else 0.0
-    heights = [rows] * bool(found.routes) + [2.4] * len(busy)
-    heights += [_slots_height(layer, grid) for layer in found.slots]
-    figure = new_figure(9, sum(heights))
-    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0])
+def plans_figure(found: BatchRow, grid: Grid | None) -> Any:
+    """One map for all layers that tokens skip, and a panel for each layer with experts that tokens came to."""
+    panels: list[tuple[float, Callable[[Any], None]]] = []  # height, and what draws
     if found.routes:
-        _draw_map(parts.pop(0), found.routes)
-    for layer in busy:
-        _draw_load(parts.pop(0).add_subplot(), layer)
-    for slots in found.slots:
-        _draw_slots(parts.pop(0), slots, grid)
+        panels.append((0.3 * len(found.routes.layers) + 1.6, partial(_draw_map, found.routes)))
+    panels += [(2.4, partial(_draw_load, layer)) for layer in found.experts if layer.used]
+    for layer in found.slots:
+        height = 2.8 if grid is None else 0.6 + 1.35 * -(-len(layer.into) // 8)
+        panels.append((height, partial(_draw_slots, layer, grid)))
+    if not panels:
+        raise DepthgateError("no layer is routed and no token came to any expert: there is nothing to draw")
+    heights = [height for height, _ in panels]
+    figure = new_figure(9, sum(heights))
+    parts = figure.subfigures(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for part, (_, draw) in zip(parts, panels, strict=True):
+        draw(part)
     return figure
 
 
-def routes_figure(found: Routes, experts: Sequence[ExpertLayer]) -> Any:
-    """The map of a text, and the load of its experts."""
-    if not found.layers and not experts:
-        raise DepthgateError("this model has no routed layers and no experts: there is nothing to draw")
-    return plans_figure(Seen(found if found.layers else None, list(experts), []), None)
-
-
-def _draw_map(part: Any, found: Routes) -> None:
+def _draw_map(found: Routes, part: Any) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     axes, side = part.subplots(1, 2, sharey=True, width_ratios=(5, 1))
     cells = [[2 * a + b for a, b in zip(x, y, strict=True)] for x, y in zip(found.causal, found.top_k, strict=True)]
-    axes.imshow(cells, cmap=ListedColormap(_CELLS), vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+    colours = ListedColormap(list(_CELLS.values()))
+    axes.imshow(cells, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
     axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.layers)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
     else:
         axes.set_xlabel("token")
-    used = sorted({cell for row in cells for cell in row})
-    keys = [Patch(color=_CELLS[n], label=_NAMES[n]) for n in used]
+    used = {cell for row in cells for cell in row}
+    keys = [Patch(color=colour, label=name) for n, (name, colour) in enumerate(_CELLS.items()) if n in used]
     part.legend(handles=keys, loc="outside upper center", ncols=4, frameon=False)
-    side.barh(range(len(found.layers)), found.shares(found.causal), color=_CELLS[3])
+    side.barh(range(len(found.layers)), found.shares(found.causal), color=_BLUE)
     side.set(xlabel="routed share")
     side.grid(alpha=0.3, axis="x")
 
 
-def _draw_load(axes: Any, layer: ExpertLayer) -> None:
-    names = [*map(str, range(layer.experts)), *["null"] * bool(layer.null_experts)]
-    axes.bar(names, [*layer.load, *[layer.null_share] * bool(layer.null_experts)], color=_CELLS[3])
-    if total := layer.experts + layer.null_experts:
-        axes.axhline(1 / total, color=_CELLS[2], linestyle="--", linewidth=1)
+def _draw_load(layer: ExpertLayer, part: Any) -> None:
+    axes = part.add_subplot()
+    bars = {str(expert): share for expert, share in enumerate(layer.load)}
+    if layer.null_experts:
+        bars["null"] = layer.null_share
+    axes.bar(bars.keys(), bars.values(), color=_BLUE)
+    axes.axhline(1 / (layer.experts + layer.null_experts), color=_ORANGE, linestyle="--", linewidth=1)
     axes.set(title=f"layer {layer.layer}: load of the experts", ylabel="share of choices")
 
 
-def _slots_shape(layer: SlotLayer) -> tuple[int, int]:
-    many = len(layer.into)
-    wide = min(8, many)
-    return -(-many // wide), wide
-
-
-def _slots_height(layer: SlotLayer, grid: Grid | None) -> float:
-    return 0.6 + 1.35 * _slots_shape(layer)[0] if grid else 2.8
-
-
-def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
+def _draw_slots(layer: SlotLayer, grid: Grid | None, part: Any) -> None:
     if grid is None:
         axes = part.add_subplot()
         axes.imshow(layer.into, aspect="auto", cmap="magma", interpolation="nearest")
@@ -125,9 +110,10 @@ def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
         return
     part.suptitle(f"layer {layer.layer}: how much of each patch a slot holds", fontsize=10)
     high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
-    for number, axes in enumerate(part.subplots(*_slots_shape(layer), squeeze=False).flat):
+    many = len(layer.into)
+    for number, axes in enumerate(part.subplots(-(-many // 8), min(8, many), squeeze=False).flat):
         axes.set_axis_off()
-        if number < len(layer.into):
+        if number < many:
             row = layer.into[number]
             image = [row[i : i + grid[1]] for i in range(0, len(row), grid[1])]
             axes.imshow(image, cmap="magma", vmin=0, vmax=high, interpolation="nearest")
@@ -137,23 +123,22 @@ def _draw_slots(part: Any, layer: SlotLayer, grid: Grid | None) -> None:
 def runs_figure(runs: Sequence[Run]) -> Any:
     """Loss against steps and FLOPs, routed share, throughput."""
     figure = new_figure(10, 7 + 0.2 * len(runs))
-    panels = figure.subplots(2, 2)
-    for axes, axis in zip(panels[0], ("step", "flops"), strict=True):
+    from matplotlib.lines import Line2D
+
+    (by_step, by_flops), (share, speed) = figure.subplots(2, 2)
+    for axes, axis in ((by_step, "step"), (by_flops, "flops")):
         _draw_lines(axes, lines(runs, axis, "loss")[0])
         for number, points in enumerate(resume_marks(runs, axis).values()):
             if points:
                 axes.plot(*zip(*points, strict=True), "D", color=f"C{number}", markersize=5)
         axes.set(xlabel=unit(runs, axis)[1], ylabel="training loss, nats a token")
-    drawn = _draw_lines(panels[1][0], shares(runs, "step"))
-    panels[1][0].set(xlabel="steps", ylabel="routed share")
+    drawn = _draw_lines(share, shares(runs, "step"))
     if len(runs) == 1 and drawn:  # lines of layers, and not of runs
-        _legend(panels[1][0], drawn, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
-    _draw_lines(panels[1][1], lines(runs, "step", "tokens_per_second")[0])
-    panels[1][1].set(xlabel="steps", ylabel="tokens a second")
-    for axes in panels[1]:  # from 0 to above the highest: no line lies on the border
+        _legend(share, drawn, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
+    _draw_lines(speed, lines(runs, "step", "tokens_per_second")[0])
+    for axes, name in ((share, "routed share"), (speed, "tokens a second")):
+        axes.set(xlabel="steps", ylabel=name)  # from 0 to above the highest: no line lies on the border
         axes.set_ylim(0, 1.08 * max((y for line in axes.lines for y in line.get_ydata() if y == y), default=1) or 1)
-    from matplotlib.lines import Line2D
-
     keys = {run.name: Line2D([], [], color=f"C{number}") for number, run in enumerate(runs)}
     if any(run.resumed for run in runs):
         keys["resumed"] = Line2D([], [], color="gray", marker="D", linestyle="none")
@@ -161,19 +146,18 @@ def runs_figure(runs: Sequence[Run]) -> Any:
     return figure
 
 
-def _draw_lines(axes: Any, found: Any) -> dict[str, Any]:
+def _draw_lines(axes: Any, found: dict[str, Points]) -> dict[str, Any]:
     """Lines by name; one without points keeps its colour from others."""
-    drawn = {
+    axes.grid(alpha=0.3)
+    return {
         name: axes.plot(*zip(*points, strict=True), linewidth=1.4, color=f"C{number}")[0]
         for number, (name, points) in enumerate(found.items())
         if points
     }
-    axes.grid(alpha=0.3)
-    return drawn
 
 
 def _legend(where: Any, keys: dict[str, Any], **how: Any) -> None:
-    """Beside the curves, and not over them. Names are no formulas."""
+    """A legend next to the curves, and not over them. Names are not formulas."""
     names = [f" {name}" for name in keys]  # one that begins with _ would be left out
     for text in where.legend(list(keys.values()), names, frameon=False, fontsize=8, **how).get_texts():
         text.set_parse_math(False)

@@ -1,40 +1,112 @@
-"""What routers did with one text, as plain data: the bridge from plans to pages."""
+"""Routing decisions as plain data, and the pages that show them: of a text that a model reads, of plans alone."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from depthgate.errors import DepthgateError
-from depthgate.routing import Plans, Slots
+import depthgate.view.page as pages
+from depthgate.data.batches import windows
+from depthgate.data.token_file import Documents
+from depthgate.errors import DepthgateError, InvalidValueError, check_count
+from depthgate.loading import LanguageModel
+from depthgate.routing.plan import Plan, Slots
+from depthgate.view.experts import (
+    ExpertLayer,
+    Grid,
+    SlotLayer,
+    expert_layers,
+    experts_section,
+    plan_experts,
+    slots_section,
+)
+from depthgate.view.page import Html, count, isolated, pieces, visible
+
+_BINS = 24
+_MAP = (
+    "Layers down, tokens across. Full cells: routed by the causal rule and by the top k. Orange: by the causal rule "
+    "alone. Low green bars: by the top k alone. Point at a cell, or use the arrow keys; + and - or the wheel zoom, "
+    "dragging or a sideways wheel moves along, Home and End go to the ends, a click holds a cell, a click on a token "
+    "of the text above shows it here."
+)
+_LAYERS = (
+    "Rule right: for how many tokens the causal rule (the predictor, where that is the rule) says what the top k says "
+    "of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the top k, "
+    "route alike; differences in earlier layers count too."
+)
 
 
 @dataclass(frozen=True)
 class Routes:
     """T tokens and L routed layers; each list of lists is (L, T)."""
 
-    tokens: list[str]  # bytes that are no text alone are escaped: see view.tokens
-    layers: list[int]  # the numbers of the routed layers, from 1
+    tokens: list[str]  # bytes that are not text alone are escaped: see view.page
+    layers: list[int]  # numbers of the routed layers, from 1
     depth: int  # layers in all
     scores: list[list[float]]
-    gates: list[list[float]]  # what the block's result is multiplied by; 0 where the token skips
+    gates: list[list[float]]  # factors of the block's result; 0 where the token skips
     causal: list[list[bool]]  # routed by the causal rule
     top_k: list[list[bool]]  # routed by the top k, in a pass where all layers take the top k
-    rule: list[list[bool]]  # what the causal rule says in that same pass: what it is trained to get right
+    rule: list[list[bool]]  # the causal rule's answer in that same pass: what it is trained to get right
     losses: list[float]  # nats of each token, given those before it; not a number where nothing is before it
 
-    def through(self, token: int) -> list[int]:
-        """The routed layers that computed a token, by the causal rule."""
-        return [layer for layer, row in zip(self.layers, self.causal, strict=True) if row[token]]
+    @classmethod
+    def empty(cls, layers: Sequence[int], depth: int) -> "Routes":
+        """No tokens yet."""
+
+        def rows() -> list[list[Any]]:
+            return [[] for _ in layers]
+
+        return cls([], list(layers), depth, rows(), rows(), rows(), rows(), rows(), [])
+
+    def add(
+        self,
+        tokens: Sequence[str],
+        causal: Sequence[Plan],
+        top_k: Sequence[Plan],
+        losses: Sequence[float],
+        row: int = 0,
+    ) -> None:
+        """Take in more tokens: the plans of a causal pass and of one by the top k over them, in a row of the batch.
+        Padding is left out."""
+        mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
+        if not len(mine) == len(best) == len(self.layers):
+            raise DepthgateError(
+                f"{len(mine)} and {len(best)} plans for {len(self.layers)} routed layers: they are of another model"
+            )
+        if any(plan.scores.shape[1:] != (len(tokens), 1) for plan in (*mine, *best)):
+            raise DepthgateError("the plans are of another text: make them from the same tokens")
+        valid = mine[0].valid if mine else None
+        kept = torch.ones(len(tokens), dtype=torch.bool) if valid is None else valid[row].cpu()
+
+        def values(of: Tensor) -> list[Any]:
+            return of[row, :, 0].detach().cpu()[kept].tolist()
+
+        real = kept.tolist()
+        self.tokens.extend(token for token, on in zip(tokens, real, strict=True) if on)
+        self.losses.extend(loss for loss, on in zip(losses, real, strict=True) if on)
+        for layer, (plan, other) in enumerate(zip(mine, best, strict=True)):
+            self.scores[layer] += values(plan.scores.float())
+            self.gates[layer] += values(_token_gates(plan))
+            self.causal[layer] += values(plan.chosen if plan.causal else plan.causal_choice)
+            self.top_k[layer] += values(other.chosen)
+            self.rule[layer] += values(other.chosen if other.causal else other.causal_choice)
+
+    @property
+    def through(self) -> list[list[int]]:
+        """For each token, the routed layers that computed it, by the causal rule."""
+        columns = zip(*self.causal, strict=True) if self.layers else [()] * len(self.tokens)
+        return [[layer for layer, on in zip(self.layers, column, strict=True) if on] for column in columns]
 
     @property
     def depths(self) -> list[int]:
-        """How many layers computed each token."""
-        everywhere = self.depth - len(self.layers)
-        return [everywhere + sum(row[t] for row in self.causal) for t in range(len(self.tokens))]
+        """Number of layers that computed each token."""
+        return [self.depth - len(self.layers) + len(layers) for layers in self.through]
 
     def shares(self, choice: list[list[bool]]) -> list[float]:
         """The share of the tokens that each layer took."""
@@ -42,7 +114,7 @@ class Routes:
 
     @property
     def odd(self) -> int:
-        """How many scores and gates are no finite numbers."""
+        """Number of scores and gates that are not finite."""
         return sum(not math.isfinite(x) for rows in (self.scores, self.gates) for row in rows for x in row)
 
     @property
@@ -61,81 +133,192 @@ def _alike(one: list[list[bool]], other: list[list[bool]]) -> list[float]:
     return [sum(a == b for a, b in zip(x, y, strict=True)) / max(1, len(x)) for x, y in pairs]
 
 
-def routes(
-    tokens: Sequence[str], layers: Sequence[int], depth: int, causal: Plans, top_k: Plans, losses: Sequence[float]
-) -> Routes:
-    """From the plans of two passes over the same tokens, one row of a batch."""
-    mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
-    if not len(mine) == len(best) == len(layers):
-        raise DepthgateError(
-            f"{len(mine)} and {len(best)} plans for {len(layers)} routed layers: they are of another model"
-        )
-    if any(plan.scores.shape != (1, len(tokens), 1) for plan in (*mine, *best)):
-        raise DepthgateError("the plans are of another text: make them from the same tokens")
-    return Routes(
-        list(tokens),
-        list(layers),
-        depth,
-        [_numbers(plan.scores[0, :, 0]) for plan in mine],
-        [_numbers(token_gates(plan)[0, :, 0]) for plan in mine],
-        [plan.chosen[0, :, 0].tolist() for plan in mine],
-        [plan.chosen[0, :, 0].tolist() for plan in best],
-        [plan.causal_choice[0, :, 0].tolist() for plan in best],
-        list(losses),
-    )
-
-
-def joined(parts: Sequence[Routes]) -> Routes:
-    """Routes of one model over consecutive pieces of a text."""
-
-    def over(name: str) -> list[list[Any]]:
-        rows = zip(*(getattr(part, name) for part in parts), strict=True)
-        return [[value for piece in row for value in piece] for row in rows]
-
-    return Routes(
-        [token for part in parts for token in part.tokens],
-        parts[0].layers,
-        parts[0].depth,
-        over("scores"),
-        over("gates"),
-        over("causal"),
-        over("top_k"),
-        over("rule"),
-        [loss for part in parts for loss in part.losses],
-    )
-
-
-def token_gates(plan: Slots) -> Tensor:
+def _token_gates(plan: Slots) -> Tensor:
     """(B, T, E): the gate of each routed token, 0 where it is not routed."""
     return torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.float().mT)
 
 
-def _numbers(values: Tensor) -> list[float]:
-    return [round(float(value), 4) for value in values.float().tolist()]
+def held_out_tokens(documents: Documents, most: int) -> list[int]:
+    """The beginning of the first document with as many tokens, or else of the text."""
+    lengths = documents.bounds.diff().tolist()
+    number = next((i for i, length in enumerate(lengths) if length > most), 0)
+    start = int(documents.bounds[number])
+    found: list[int] = windows(documents, [start], min(most, len(documents) - start)).tokens[0].tolist()
+    return found
 
 
-def routes_of_plans(
-    layers: Sequence[int], plans: Sequence[Slots], tokens: Sequence[str] | None, depth: int, row: int
-) -> Routes:
-    """From the plans of one pass, of one row of its batch. Plans of a causal pass do not know the top k: both choices
-    are then the causal one."""
-    valid = plans[0].valid
-    kept = torch.ones(plans[0].scores.shape[1], dtype=torch.bool) if valid is None else valid[row].cpu()
+@torch.no_grad()
+def read(model: LanguageModel, ids: Sequence[int]) -> tuple[Routes, list[ExpertLayer]]:
+    """The decisions of a model's routers and the choices of its tokens, read a window at a time."""
+    layers = [i for i, kind in enumerate(model.kinds, 1) if kind in ("mod", "mode", "random")]
+    found, experts = Routes.empty(layers, len(model.kinds)), list[ExpertLayer]()
+    for start in range(0, len(ids), model.context):
+        part = ids[start : start + model.context]
+        tokens = torch.tensor([part], device=model.device)
+        logits, causal = model(tokens, causal=True)
+        targets = tokens[0, 1:].to(logits.device)
+        losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), targets, reduction="none").tolist()
+        del logits
+        texts = [model.tokenizer.token_text(i) for i in part]
+        found.add(texts, causal, model(tokens).plans, [math.nan, *losses])
+        more = expert_layers(model.kinds, causal, len(part), model.experts)
+        for known, new in zip(experts, more, strict=False):
+            known.choices.extend(new.choices)
+        experts = experts or more
+    return found, experts
 
-    def of(values: Tensor) -> Tensor:
-        return values[row, :, 0].detach().cpu()[kept]
 
-    names = [str(t) for t in range(len(kept))] if tokens is None else list(tokens)
-    names = [name for name, real in zip(names, kept.tolist(), strict=True) if real]
-    causal = [of(plan.chosen if plan.causal else plan.causal_choice).tolist() for plan in plans]
-    return Routes(
-        names,
-        list(layers),
-        depth,
-        [_numbers(of(plan.scores)) for plan in plans],
-        [_numbers(of(token_gates(plan))) for plan in plans],
-        causal,
-        [of(plan.chosen).tolist() for plan in plans],
-        causal,
-        [math.nan] * len(names),
+class BatchRow(NamedTuple):
+    """One row of a batch, by kind of plan; layers are numbered by the place of their plan, from 1."""
+
+    routes: Routes | None
+    experts: list[ExpertLayer]
+    slots: list[SlotLayer]
+
+
+def batch_row(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> BatchRow:
+    """Plain data of one row of the batch that plans are of."""
+    if not plans:
+        raise DepthgateError("there are no plans: no layer of the model routes")
+    check_count(row, "row", minimum=0, maximum=min(plan.scores.shape[0] for plan in plans) - 1)
+    length = max(plan.scores.shape[1] for plan in plans)
+    if tokens is not None and len(tokens) != length:
+        raise DepthgateError(f"there are {len(tokens)} tokens, and plans for {length}: they are of another text")
+    found = [plan_experts(i, plan, row) for i, plan in enumerate(plans, 1)]
+    slots = [each for each in found if isinstance(each, SlotLayer)]
+    if grid is not None:
+        for number, side in zip(grid, ("rows of grid", "columns of grid"), strict=True):
+            check_count(number, side)
+        if any(grid[0] * grid[1] != len(layer.into[0]) for layer in slots):
+            raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
+    # Within a routed layer, others see the routed tokens alone; those plans have no place on a map of all tokens.
+    depth = {i: p for i, p in enumerate(plans, 1) if isinstance(p, Slots) and p.scores.shape[1:] == (length, 1)}
+    routes = Routes.empty(list(depth), len(plans))
+    names = [str(t) for t in range(length)] if tokens is None else tokens
+    routes.add(names, list(depth.values()), list(depth.values()), [math.nan] * length, row)
+    return BatchRow(routes if depth else None, [each for each in found if isinstance(each, ExpertLayer)], slots)
+
+
+def routes_page(title: str, about: object, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
+    """The page of a text: which tokens went deep, layer by layer."""
+    sections: dict[str, object] = {"": pages.join([about, *_odd(found)])}
+    if found.layers:
+        sections["The text, by depth"] = pages.routed_text(found.tokens, found.through, found.layers)
+        sections |= _routing(found)
+        sections["Which tokens go deep"] = _deep(found)
+    else:
+        text = "".join(piece.text for piece in pieces(found.tokens))
+        sections["The text"] = pages.preformatted(visible(text, kept=" \n"))
+        sections["Routing"] = pages.paragraph("This model has no routed layers: every token goes through all of them.")
+    if experts:
+        sections["Experts"] = experts_section(experts, found.tokens)
+    return pages.page(title, sections)
+
+
+def plans_page(found: BatchRow, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
+    """A page of plans alone: a section for each kind that there is."""
+    about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
+    sections: dict[str, object] = {"": pages.paragraph(about)}
+    if found.routes is not None:
+        sections |= {"": pages.join([sections[""], *_odd(found.routes)]), **_routing(found.routes)}
+    if found.experts:
+        sections["Experts"] = experts_section(found.experts, tokens)
+    if found.slots:
+        sections["Soft MoE"] = slots_section(found.slots, grid)
+    return pages.page("depthgate: plans", sections)
+
+
+def _routing(found: Routes) -> dict[str, object]:
+    return {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
+
+
+def _map(found: Routes) -> Html:
+    shown = pieces(found.tokens)
+    data = {
+        "tokens": [piece.label for piece in shown],
+        "heads": {t: piece.heading for t, piece in enumerate(shown) if piece.heading != piece.label},
+        "layers": found.layers,
+        "scores": [_packed(row) for row in found.scores],
+        "gates": [_packed(row) for row in found.gates],
+        "causal": ["".join(map(str, map(int, row))) for row in found.causal],
+        "top_k": ["".join(map(str, map(int, row))) for row in found.top_k],
+    }
+    layers, tokens = len(found.layers), len(found.tokens)
+    label = f"Map of {count(layers, 'layer')} and {count(tokens, 'token')}; arrow keys move, plus and minus zoom"
+    return Html(
+        '<figure><p class="tools"><button id="closer">Zoom in</button> <button id="wider">Zoom out</button> '
+        '<button id="whole">Whole text</button></p>'
+        f'<div class="map"><canvas id="map" tabindex="0" role="application" aria-label="{label}" '
+        f'aria-describedby="said" data-cells="{tokens * layers}"></canvas></div>'
+        '<p class="said" id="said" role="status" aria-live="polite">Point at a cell.</p>'
+        f"<figcaption>{_MAP}</figcaption></figure>\n{pages.data('routes', data)}\n{pages.script('map.js')}"
     )
+
+
+def _packed(row: Sequence[float]) -> list[int | None]:
+    """Ten-thousandths, which are shorter than decimals; None where a value is not finite."""
+    return [round(x * 10_000) if math.isfinite(x) else None for x in row]
+
+
+def _mean(values: Sequence[float]) -> str:
+    known = [x for x in values if math.isfinite(x)]
+    return f"{fmean(known):.3f}" if known else "-"
+
+
+def _odd(found: Routes) -> list[object]:
+    if not found.odd:
+        return []
+    said = "of the scores and gates is not a number" if found.odd == 1 else "of the scores and gates are not numbers"
+    return [pages.note(f"{found.odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")]
+
+
+def _layers(found: Routes) -> Html:
+    decided = ("routed causally", "routed by the top k", "rule right", "decided alike")
+    heads = ("layer", *decided, "mean score", "mean gate")
+    shares = (found.shares(found.causal), found.shares(found.top_k), found.accuracy, found.agreement)
+    lines = []
+    for i, (layer, *figures) in enumerate(zip(found.layers, *shares, strict=True)):
+        gates = [gate for gate, on in zip(found.gates[i], found.causal[i], strict=True) if on]
+        lines.append([layer, *(f"{figure:.1%}" for figure in figures), _mean(found.scores[i]), _mean(gates)])
+    routed = dict(zip(map(str, found.layers), shares[0], strict=True))
+    title, about = "Routed share of each layer", "Under the causal choice."
+    bars = pages.bar_chart(title, about, routed, "share of the tokens", x="layer")
+    return pages.join([pages.table(heads, lines, _LAYERS), bars])
+
+
+def _histograms(found: Routes) -> Html:
+    drawn = []
+    for layer, row in zip(found.layers, found.scores, strict=True):
+        if scores := [score for score in row if math.isfinite(score)]:
+            low, high = min(scores), max(scores)
+            low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
+            step, counts = (high - low) / _BINS, [0.0] * _BINS
+            for score in scores:
+                counts[min(_BINS - 1, int((score - low) / step))] += 1
+            bars = {low + (i + 0.5) * step: many for i, many in enumerate(counts)}
+            about = f"How many of {count(len(scores), 'token')} have which score."
+            drawn.append(pages.bar_chart(f"Layer {layer}", about, bars, "tokens", x="router score"))
+    return pages.row(drawn or [pages.paragraph("No score is a finite number.")])
+
+
+def _deep(found: Routes) -> Html:
+    depths = found.depths
+    by_form: dict[str, list[int]] = defaultdict(list)
+    for token, depth in zip(found.tokens, depths, strict=True):
+        by_form[token].append(depth)
+    known = sorted(((fmean(d), len(d), form) for form, d in by_form.items() if len(d) >= 3), reverse=True)
+    picked = known if len(known) <= 20 else [*known[:10], *known[-10:]]
+    lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
+    about = "The ten deepest and the ten shallowest of those that occur at least three times."
+    forms = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
+    size = max(1, len(depths) // 60)
+    by_place = {"layers": [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]}
+    charts = [pages.line_chart("By position", f"Means of {count(size, 'token')}.", by_place, "token", "layers, mean")]
+    losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
+    if len(losses) >= 20:
+        part = -(-len(losses) // 20)
+        groups = [losses[i : i + part] for i in range(0, len(losses), part)]
+        by_loss = {"layers": [(fmean(x for x, _ in group), fmean(d for _, d in group)) for group in groups]}
+        about = "How many layers computed a token, by how hard it was to predict: groups of equal size."
+        charts.append(pages.line_chart("By loss", about, by_loss, "loss of the token, nats", "layers, mean"))
+    return pages.join([*forms, pages.row(charts)])
