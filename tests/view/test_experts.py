@@ -8,7 +8,7 @@ import torch
 
 import depthgate as dg
 from depthgate.errors import DepthgateError
-from depthgate.routing import Groups, Plans, Slots
+from depthgate.routing import Groups, Slots
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import plans_figure
 from depthgate.view.routes import BatchRow, Routes, read, routes_page
@@ -81,7 +81,7 @@ def _nobody_enters(plans):
     """The plans as they are where the routed layer takes no token: its experts have none."""
     outer = plans[1]
     empty = outer._replace(tokens=outer.tokens[..., :0], gates=outer.gates[..., :0])
-    return Plans([plans[0], empty if outer.filled is None else empty._replace(filled=outer.filled[..., :0])])
+    return (plans[0], empty if outer.filled is None else empty._replace(filled=outer.filled[..., :0]))
 
 
 def test_the_page_of_experts(runs, tmp_path, capfd):
@@ -98,7 +98,7 @@ def test_the_page_of_experts(runs, tmp_path, capfd):
 def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
     layer = dg.SoftMoE(8, num_experts=3, slots_per_expert=2)
     _, plans = layer(torch.randn(2, 12, 8))
-    assert isinstance(plans, Plans)
+    assert isinstance(plans, tuple)
     found = plan_experts(1, plans[0], row=1)
     assert torch.allclose(torch.tensor(found.into), plans[0].into[1].reshape(12, 6).T)
     assert torch.tensor(found.into).sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-5)
@@ -134,7 +134,7 @@ def test_plans_of_every_layer_can_be_plotted(runs):
         model(torch.tensor([model.tokenizer.encode(TEXT)[:16]])).plans,
     ]
     for plans in made:
-        assert isinstance(plans, Plans)
+        assert isinstance(plans, tuple)
         assert dg.view.plot(plans)._repr_png_().startswith(b"\x89PNG")
     figure = dg.view.plot(made[0], row=1)
     assert figure.subfigs[0].axes[0].images[0].get_array().shape == (1, 5)  # without the padding

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import depthgate as dg
-from depthgate.routing import Plans
 from tests.view.pages import view_model
 
 GRID = (6, 8)
@@ -53,7 +52,7 @@ def test_slot_maps_by_keyboard(browser, page, soft):
 def test_weights_that_are_no_numbers_are_said_so(browser, soft, tmp_path):
     into = soft[0].into.clone()
     into[0, 1, 0, 0] = torch.nan
-    dg.view.save_page(Plans([soft[0]._replace(into=into)]), tmp_path / "page.html", grid=GRID)
+    dg.view.save_page([soft[0]._replace(into=into)], tmp_path / "page.html", grid=GRID)
     browser.open(tmp_path / "page.html")
     browser.js("document.querySelector('canvas.slots').focus()")
     assert "weight 0." in browser.text("#slots-1-said")  # the focus reads where it is
