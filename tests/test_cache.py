@@ -120,7 +120,7 @@ def test_all_layers_together():
     assert [layer.store.k[:, 0, 0, 0].tolist() for layer in cache] == [[0, 0, 1, 1]] * 2
     cache.select(torch.tensor([3, 0]))
     assert [layer.store.k[:, 0, 0, 0].tolist() for layer in cache] == [[1, 0]] * 2
-    assert cache.rows == 2
+    assert [layer.rows for layer in cache] == [2, 2]
     assert cache.nbytes == sum(t.nbytes for layer in cache for t in (layer.store.k, layer.store.v))
     cache.crop(0)
     assert [layer.store.lengths.tolist() for layer in cache] == [[0, 0]] * 2

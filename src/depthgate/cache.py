@@ -151,11 +151,6 @@ class Cache(list[LayerCache]):
             layer.trim()
 
     @property
-    def rows(self) -> int:
-        """Rows of every layer."""
-        return self[0].rows if self else 0
-
-    @property
     def nbytes(self) -> int:
         """Memory taken for keys and values."""
         return sum(layer.nbytes for layer in self)

@@ -1,9 +1,8 @@
-"""`depthgate generate` from outside, on a model that was really trained, a little."""
+"""`depthgate generate`: what it prints."""
 
 import io
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,16 +11,6 @@ import torch
 
 import depthgate as dg
 from depthgate.cli import main
-from tests.train.tiny import train, write_data
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(folder / "home"))
-        assert train(folder / "run", write_data(folder / "text.jsonl"), 6, "--model.pattern=dense,mod") == 0
-    return str(folder / "run")
 
 
 def said(capsys, *words):
@@ -91,44 +80,46 @@ def test_several_prompts_are_shown_in_their_order(model, capsys):
     assert coloured.count("layers:") == 1
 
 
-def test_a_conversation_goes_on_from_all_that_was_said(model, capsys):
+def talk(monkeypatch, capsys, typed, *words):
+    """What is printed when these lines are typed."""
+    monkeypatch.setattr(sys, "stdin", None if typed is None else io.StringIO(typed))
+    code, out, err = said(capsys, *words)
+    assert code == 0
+    return out, err
+
+
+def test_a_conversation_goes_on_from_all_that_was_said(model, capsys, monkeypatch):
     """Two lines typed one after another give what one prompt with all of it gives."""
-    command = [sys.executable, "-m", "depthgate", "generate", "--model", model]
-    command += ["--max-new-tokens", "5", "--temperature", "0"]
-    done = subprocess.run(command, input="fox\ndog\n", capture_output=True, text=True, check=True)
-    words = ["--model", model, "--max-new-tokens", "5", "--temperature", "0", "--json", "--prompt"]
+    words = ["--model", model, "--max-new-tokens", "5", "--temperature", "0"]
+    out, _ = talk(monkeypatch, capsys, "fox\ndog\n", *words)
+    words += ["--json", "--prompt"]
     first = json.loads(said(capsys, *words, "fox\n")[1])["results"][0]
     second = json.loads(said(capsys, *words, "fox\n" + first["text"] + "dog\n")[1])["results"][0]
-    assert done.stdout == first["text"] + "\n" + second["text"] + "\n"
+    assert out == first["text"] + "\n" + second["text"] + "\n"
 
 
-def test_a_conversation_that_is_full_starts_over(model):
-    command = [
-        sys.executable,
-        "-m",
-        "depthgate",
-        "generate",
-        "--model",
-        model,
-        "--max-new-tokens",
-        "9",
-        "--temperature",
-        "0",
-    ]
+def test_a_conversation_is_the_same_without_a_cache(model, capsys, monkeypatch):
+    words = ["--model", model, "--max-new-tokens=5", "--seed=3"]
+    out, _ = talk(monkeypatch, capsys, "fox\nfox\ndog\n", *words)
+    assert len(out) > 3
+    assert talk(monkeypatch, capsys, "fox\nfox\ndog\n", *words, "--no-cache")[0] == out
+
+
+def test_a_conversation_that_is_full_starts_over(model, capsys, monkeypatch):
+    words = ["--model", model, "--max-new-tokens", "9", "--temperature", "0"]
     lines = "a lazy dog\nand a fox\nfox\n"  # 11 + 9 + 10 + 2, which is the context
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, check=True)
-    alone = subprocess.run(command, input="fox\n", capture_output=True, text=True, check=True)
-    assert "32 tokens were said, and more have no room: starting over" in done.stderr
-    assert done.stdout.endswith("\n" + alone.stdout)
+    out, err = talk(monkeypatch, capsys, lines, *words)
+    assert "32 tokens were said, and more have no room: starting over" in err
+    assert out.endswith("\n" + talk(monkeypatch, capsys, "fox\n", *words)[0])
 
 
-def test_no_input_ends_a_conversation(model):
-    command = [sys.executable, "-m", "depthgate", "generate", "--model", model]
-    assert subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *command], capture_output=True).returncode == 0
+def test_no_input_ends_a_conversation(model, capsys, monkeypatch):
+    for nothing in ("", None):  # None, as Python has it where stdin is closed
+        assert talk(monkeypatch, capsys, nothing, "--model", model)[0] == ""
 
 
 def test_a_checkpoint_is_loaded_from_within(model, monkeypatch):
-    monkeypatch.chdir(Path(model) / "step-6")
+    monkeypatch.chdir(Path(model) / "step-60")
     assert torch.equal(dg.load(".").embed.weight, dg.load(model).embed.weight)
 
 
@@ -146,10 +137,11 @@ def test_an_interrupted_line_is_read_again(model, capsys, monkeypatch):
     real, calls = Block.forward, []
 
     def forward(self, *args, **kwargs):
+        found = real(self, *args, **kwargs)
         calls.append(0)
-        if len(calls) == 2:
+        if len(calls) == 1:  # the first layer has stored its keys and values
             raise KeyboardInterrupt
-        return real(self, *args, **kwargs)
+        return found
 
     monkeypatch.setattr(Block, "forward", forward)
     monkeypatch.setattr(sys, "stdin", io.StringIO("fox a\ndog\n"))

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import Draws, check_logits, pick, weights
+from depthgate.generation.sampling import check_logits, pick, uniform, weights
 from tests.conftest import close
 
 HALVES = [0.5, 0.25, 0.125, 0.125]
@@ -228,10 +228,9 @@ def test_low_precision_logits_are_computed_in_fp32(dtype):
 def test_nothing_waits_for_the_device(temperature):
     """Fake tensors have no values: any read of one, and any shape that depends on one, raises."""
     sampling = Sampling(temperature, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
-    draws = Draws([1, 2, 3])
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        rows, step = torch.arange(3), torch.ones(3, dtype=torch.long)
-        token = pick(torch.randn(3, 50), sampling, torch.zeros(3, 50, dtype=torch.bool), draws.at(rows, step))
+    with FakeTensorMode():
+        numbers = uniform(torch.arange(3), torch.ones(3, dtype=torch.long))
+        token = pick(torch.randn(3, 50), sampling, torch.zeros(3, 50, dtype=torch.bool), numbers)
     assert token.shape == (3,)
     assert token.dtype == torch.int64
 
@@ -271,9 +270,9 @@ def test_bad_options_are_refused_by_name_and_value(name, values):
 
 def test_what_a_choice_needs_is_asked_for():
     logits = torch.zeros(2, 5)
-    with pytest.raises(InvalidValueError, match="uniform is None"):
+    with pytest.raises(InvalidValueError, match="numbers is None"):
         pick(logits, Sampling())
-    with pytest.raises(InvalidValueError, match=r"uniform is \(3,\)"):
+    with pytest.raises(InvalidValueError, match=r"numbers is \(3,\)"):
         pick(logits, Sampling(), None, torch.zeros(3))
     with pytest.raises(InvalidValueError, match=r"seen is None .* repetition_penalty 1.1"):
         pick(logits, Sampling(temperature=0, repetition_penalty=1.1))
@@ -342,19 +341,17 @@ def test_the_plain_generator_gives_the_published_numbers():
 def test_a_stream_is_the_plain_generator_seeded_by_its_own_first_number(seed, steps):
     plain = SplitMix64(SplitMix64(seed).next())
     expected = [(plain.next() >> 11) / 2**53 for _ in range(steps)]
-    draws = Draws([seed])
-    assert [float(draws.at([0], step)) for step in range(steps)] == expected
+    assert [float(uniform(torch.tensor([seed]), step)) for step in range(steps)] == expected
     assert all(0 <= u < 1 for u in expected)
 
 
 def test_a_stream_depends_on_its_seed_and_step_alone():
-    seeds = [3, 1, 4, 1, 2**63 - 1]
-    draws, steps = Draws(seeds), [0, 1, 7, 10**6]
-    table = torch.stack([Draws([seed]).at([0], step) for step in steps for seed in seeds]).view(4, 5)
+    seeds, steps = torch.tensor([3, 1, 4, 1, 2**63 - 1]), [0, 1, 7, 10**6]
+    table = torch.stack([uniform(seed[None], step) for step in steps for seed in seeds]).view(4, 5)
     for step, row in zip(steps, table, strict=True):
-        assert torch.equal(draws.at(range(5), step), row)
-        assert torch.equal(draws.at([4, 0], step), row[[4, 0]])
-    each = draws.at(torch.tensor([2, 0, 4, 1]), torch.tensor(steps))  # rows at steps of their own
+        assert torch.equal(uniform(seeds, step), row)
+        assert torch.equal(uniform(seeds[[4, 0]], step), row[[4, 0]])
+    each = uniform(seeds[[2, 0, 4, 1]], torch.tensor(steps))  # rows at steps of their own
     assert torch.equal(each, table[torch.arange(4), torch.tensor([2, 0, 4, 1])])
     assert torch.equal(table[:, 1], table[:, 3])
     assert len(set(table.flatten().tolist())) == 16
@@ -362,7 +359,7 @@ def test_a_stream_depends_on_its_seed_and_step_alone():
 
 def test_streams_are_even_and_unrelated():
     """256 seeds in a row, 256 steps: chi-square over 64 cells, and neighbours in seed and step. Deterministic."""
-    table = torch.stack([Draws(range(256)).at(range(256), step) for step in range(256)])
+    table = torch.stack([uniform(torch.arange(256), step) for step in range(256)])
     counts = torch.bincount((table.flatten() * 64).long(), minlength=64).double()
     assert 30 < float(((counts - 1024) ** 2 / 1024).sum()) < 105  # 63 +- 11
     for a, b in ((table[1:], table[:-1]), (table[:, 1:], table[:, :-1])):
@@ -373,4 +370,4 @@ def test_streams_are_even_and_unrelated():
 def test_bad_seeds_are_refused():
     for seed in (-1, 2**63, 1.5, True, "7"):
         with pytest.raises(InvalidValueError, match="seed is"):
-            Draws([0, seed])
+            Sampling(seed=[0, seed])

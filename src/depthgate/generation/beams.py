@@ -30,10 +30,9 @@ class Beam:
 class Beams:
     """A search for the best continuation of one prompt, where the context has room for `room` tokens."""
 
-    def __init__(self, sampling: Sampling, tokenizer: TextTokenizer | None, room: int, routed_layers: int) -> None:
+    def __init__(self, sampling: Sampling, tokenizer: TextTokenizer, room: int, routed_layers: int) -> None:
         self.width, self.stops, self.tokenizer = sampling.beams, sampling.stops, tokenizer
-        self.most = min(sampling.max_new_tokens, room)
-        self.finish_at_most = "length" if sampling.max_new_tokens <= room else "context"
+        self.most, self.at_most = sampling.most_tokens(room)
         self.going = [Beam([], 0.0, [], [0] * routed_layers)]
         self.finished: list[Beam] = []
         self.best = self.going[0]  # of all, finished or not
@@ -65,14 +64,12 @@ class Beams:
         self.going = going
         if count == self.most:
             for beam in going:
-                beam.finish = self.finish_at_most
+                beam.finish = self.at_most
         self.best = max([*self.finished, *going], key=lambda beam: beam.mean)
         settled = len(self.finished) == self.width and all(self.finished[-1].mean >= beam.mean for beam in going)
         return [] if count == self.most or settled else parents
 
     def _finish(self, tokens: list[int]) -> str | None:
-        if self.tokenizer is None:
-            return None
         if tokens[-1] == self.tokenizer.end:
             return "end"
         text = self.tokenizer.decode(tokens) if self.stops else ""

@@ -75,6 +75,10 @@ class Sampling(Options):
         """All texts at which to end."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
+    def most_tokens(self, room: int) -> tuple[int, str]:
+        """The most tokens to add where a context has this much room, and the reason: length or context."""
+        return min(self.max_new_tokens, room), "length" if self.max_new_tokens <= room else "context"
+
     def seeds(self, prompts: int) -> list[int]:
         """The seed of each prompt."""
         seeds = [self.seed] * prompts if isinstance(self.seed, int) else list(self.seed)

@@ -1,21 +1,29 @@
 """Generation: `prefill` reads the prompts with the causal choice, `step` adds a token to every row; rows that finish
 leave the batch."""
 
-import inspect
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields
+from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from depthgate.cache import Cache
-from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.beams import Beams
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import Sampler
-from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts
+from depthgate.generation.text import (
+    Event,
+    Generation,
+    NoTokenizer,
+    Prompt,
+    TextStream,
+    pieces,
+    read_prompts,
+    tokenizer_of,
+)
 from depthgate.model import Decoder
 from depthgate.routing import Slots
 
@@ -39,7 +47,7 @@ class Engine:
 
     def __init__(self, model: Decoder, rows: int, cached: bool = True, chunk: int = 512) -> None:
         self.model, self.cached, self.chunk = model, cached, check_count(chunk, "chunk")
-        self.tokenizer: TextTokenizer | None = getattr(model, "tokenizer", None)
+        self.tokenizer = tokenizer_of(model)
         self.device = model.embed.weight.device
         self.kv_bytes = 0  # the most that keys and values took
         self.restart(rows)
@@ -48,8 +56,7 @@ class Engine:
         """Forget everything, and go on with so many rows."""
         self.lengths = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens that were read
         self.cache = Cache(len(self.model.layers), rows) if self.cached else None
-        # Without a cache: tokens and positions, (2, B, T).
-        self.history = torch.zeros(2, rows, 0, dtype=torch.long, device=self.device)
+        self.history = self.lengths.new_zeros(2, rows, 0)  # without a cache: tokens and positions
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Pass:
@@ -99,7 +106,6 @@ class Engine:
             self.cache.select(rows)
             if fewer:  # the longest may have left
                 self.cache.trim()
-        self._drop_padding()
 
     @torch.inference_mode()
     def crop(self, lengths: Tensor) -> None:
@@ -109,26 +115,23 @@ class Engine:
             self.cache.crop(lengths)
         tokens, pos = self.history
         self.history = torch.stack([tokens, torch.where(pos < lengths[:, None], pos, -1)])
-        self._drop_padding()
-
-    def _drop_padding(self) -> None:
-        if self.cache is None:
-            self.history = self.history[:, :, (self.history[1] >= 0).any(0)]
 
 
 class _Row:
-    """A request under way: its result, and its text as it comes."""
+    """A request under way."""
 
-    def __init__(self, number: int, result: Generation, stream: TextStream | None) -> None:
-        self.number, self.result, self.stream = number, result, stream
+    def __init__(self, number: int, result: Generation, engine: Engine, sampling: Sampling) -> None:
+        self.number, self.result, self.end = number, result, engine.tokenizer.end
+        self.stream = TextStream(engine.tokenizer, sampling.stops)
+        self.most, self.at_most = sampling.most_tokens(engine.model.config.context - len(result.prompt_tokens))
 
-    def add(self, token: int, finish: str | None) -> Event:
-        """Take in the next token, which is the last one if it says why."""
-        result, stream, text = self.result, self.stream, ""
-        if stream is not None:
-            text = "" if finish == "end" else stream.push(token)
-            finish = "stop" if stream.stopped else finish
-            text += stream.finish() if finish is not None else ""
+    def add(self, token: int) -> Event:
+        """Take in the next token."""
+        result, stream = self.result, self.stream
+        text = "" if token == self.end else stream.push(token)
+        finish = self.at_most if len(result.tokens) + 1 == self.most else None
+        finish = "end" if token == self.end else "stop" if stream.stopped else finish
+        text += stream.finish() if finish is not None else ""
         result.tokens.append(token)
         result.text += text
         result.finish = finish
@@ -136,49 +139,37 @@ class _Row:
 
     def close(self) -> None:
         """Add what was held back to the text."""
-        if self.stream is not None:
-            self.stream.finish()
-            self.result.text = self.stream.text
+        self.stream.finish()
+        self.result.text = self.stream.text
 
 
 def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
     """Tokens as they come; `todo` fills up with the results. Where it is interrupted or closed, the text that was held
     back is added. What the engine has read of the prompts is not read again; `drawn` is how many tokens were sampled
     before, in a conversation."""
-    model, tokenizer = engine.model, engine.tokenizer
-    sampler = Sampler(sampling, [result.prompt_tokens for result in todo], model.config.vocab, engine.device, drawn)
-    streams = [None if tokenizer is None else TextStream(tokenizer, sampling.stops) for _ in todo]
-    rows = [_Row(i, result, stream) for i, (result, stream) in enumerate(zip(todo, streams, strict=True))]
+    prompts = [result.prompt_tokens for result in todo]
+    sampler = Sampler(sampling, prompts, engine.model.config.vocab, engine.device, drawn)
+    rows = [_Row(number, result, engine, sampling) for number, result in enumerate(todo)]
     try:
-        read = engine.lengths.tolist()
-        found = engine.prefill([r.prompt_tokens[n:] for r, n in zip(todo, read, strict=True)])
+        found = engine.prefill([ids[read:] for ids, read in zip(prompts, engine.lengths.tolist(), strict=True)])
         while True:
             tokens = sampler(found.logits)
             for row, depths, routed in zip(rows, *found.ways(), strict=True):
                 row.result.note(depths, routed)
             for row, token in zip(rows, tokens.tolist(), strict=True):
-                yield row.add(token, _finish(row.result, token, engine, sampling))
-            stay = torch.tensor([i for i, row in enumerate(rows) if row.result.finish is None], device=engine.device)
-            if not len(stay):
+                yield row.add(token)
+            stay = [i for i, row in enumerate(rows) if row.result.finish is None]
+            if not stay:
                 return
             if len(stay) < len(rows):
-                rows, tokens = [rows[i] for i in stay.tolist()], tokens[stay]
-                engine.select(stay)
-                sampler.select(stay)
+                rows, index = [rows[i] for i in stay], torch.tensor(stay, device=engine.device)
+                engine.select(index)
+                sampler.select(index)
+                tokens = tokens[index]
             found = engine.step(tokens)
     finally:
         for row in rows:
             row.close()
-
-
-def _finish(result: Generation, token: int, engine: Engine, sampling: Sampling) -> str | None:
-    """Why a token is the last one, or None."""
-    count = len(result.tokens) + 1
-    if engine.tokenizer is not None and token == engine.tokenizer.end:
-        return "end"
-    if count == sampling.max_new_tokens:
-        return "length"
-    return "context" if len(result.prompt_tokens) + count >= engine.model.config.context else None
 
 
 def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Generator[Event]:
@@ -197,12 +188,8 @@ def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Genera
         finally:
             best = beams.best
             texts = pieces(best.tokens, engine.tokenizer, sampling.stops)
-            result.tokens, result.depths, result.routed, result.text = (
-                best.tokens,
-                best.depths,
-                best.routed,
-                "".join(texts),
-            )
+            result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
+            result.text = "".join(texts)
         depths = best.depths[len(result.prompt_tokens) - 1 :]
         for i, (token, text, depth) in enumerate(zip(best.tokens, texts, depths, strict=True)):
             yield Event(number, token, text, depth, best.finish if i + 1 == len(texts) else None)
@@ -210,7 +197,7 @@ def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Genera
 
 def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
     """Every token of every request, searched or sampled."""
-    if sampling.stops and engine.tokenizer is None:
+    if sampling.stops and isinstance(engine.tokenizer, NoTokenizer):
         raise InvalidValueError(f"stop is {sampling.stop!r}, but the model has no tokenizer: leave it out")
     sampling.seeds(len(todo))
     return search(engine, todo, sampling) if sampling.beams > 1 else decode(engine, todo, sampling, drawn)
@@ -218,13 +205,11 @@ def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: in
 
 def _shows_options(function: _F) -> _F:
     """Give **options the names, defaults and explanations of Sampling, in the function's signature and help."""
-    signature = inspect.signature(function)
-    model, prompts, *own, _ = signature.parameters.values()
-    options = [
-        inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
-        for option in fields(Sampling)
-    ]
-    function.__signature__ = signature.replace(parameters=[model, prompts, *options, *own])  # type: ignore[attr-defined]
+    known = signature(function)
+    model, prompts, *own, _ = known.parameters.values()
+    kind = Parameter.KEYWORD_ONLY
+    options = [Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(Sampling)]
+    function.__signature__ = known.replace(parameters=[model, prompts, *options, *own])  # type: ignore[attr-defined]
     function.__doc__ = f"{function.__doc__}{(Sampling.__doc__ or '').partition('Args:')[2]}"
     return function
 
@@ -255,8 +240,7 @@ def generate(
     A request's tokens depend on its prompt and seed alone, whatever else is in the batch.
 
     Args:
-        cache: keep keys and values; without, everything is computed again for each token, with the same result (in
-            float32 or better)
+        cache: keep keys and values; without, all is computed again for each token, with the same result in float32
         chunk: tokens of a prompt computed at once
         callback: gets each token as it comes; with beams, when the best continuation is known"""
     if callback is not None and not callable(callback):

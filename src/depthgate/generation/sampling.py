@@ -1,4 +1,4 @@
-"""The next token from logits, and the random numbers that choose it. Nothing but `check_logits` waits for the device.
+"""The next token from logits, and the random numbers that choose it. Only `check_logits` waits for the device.
 
 A choice is a function of one row's logits and one number: probabilities become integers, whose sums are exact, so no
 order of summing, no other row and no device moves a token's place between 0 and 1.
@@ -9,30 +9,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from depthgate.errors import InvalidValueError, check_count
+from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 
 
-def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, uniform: Tensor | None = None) -> Tensor:
+def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, numbers: Tensor | None = None) -> Tensor:
     """A token id for each row of logits, (B, V) -> (B,).
 
     seen: (B, V) bool, the tokens of prompt and output so far; needed where there is a repetition penalty.
-    uniform: (B,) numbers in [0, 1), float64 for full precision; needed unless greedy. Tokens lie in order of their
-    ids on [0, 1), each as long as its probability after all filters, and the one at that number is taken.
+    numbers: (B,) in [0, 1), float64 for full precision; needed unless greedy. Tokens lie in order of their ids on
+    [0, 1), each as long as its probability after all filters, and the one at that number is taken.
 
     Greedy takes the first of the largest. Logits that `check_logits` refuses give some id in range.
     """
     if sampling.greedy:
         return _penalised(logits, sampling, seen).argmax(-1)
-    if uniform is None or uniform.shape != logits.shape[:1]:
-        found = None if uniform is None else tuple(uniform.shape)
-        raise InvalidValueError(
-            f"uniform is {found} for logits {tuple(logits.shape)}: give one number in [0, 1) for each row"
-        )
     ends = weights(logits, sampling, seen).cumsum(-1)  # (B, V): where each token's interval ends
+    if numbers is None or numbers.shape != logits.shape[:1]:
+        found = None if numbers is None else tuple(numbers.shape)
+        raise InvalidValueError(
+            f"numbers is {found} for logits {tuple(logits.shape)}: give one number in [0, 1) for each row"
+        )
     total = ends[:, -1]
     # The largest numbers may round to the very end, where no token lies.
-    target = torch.minimum((uniform.double() * total).long(), total - 1).clamp(min=0)
+    target = torch.minimum((numbers.double() * total).long(), total - 1).clamp(min=0)
     return torch.searchsorted(ends, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
 
 
@@ -95,24 +95,14 @@ def _tame(value: float) -> float:
     return min(max(value, 2.0**-100), 2.0**100)
 
 
-class Draws:
-    """Each request's own stream of numbers in [0, 1): splitmix64 (Steele, Lea and Flood 2014), entered at any step.
+def uniform(seeds: Tensor, step: int | Tensor) -> Tensor:
+    """The number of each request (B,) at a step from 0, in [0, 1), float64: each seed has its own stream of splitmix64
+    (Steele, Lea and Flood 2014), entered at any step.
 
-    Number n is the upper 53 bits of mix(start + (n + 1) * GAMMA) as a fraction, where start = mix(seed + GAMMA): a
-    function of seed and n alone. Nothing advances, so there is no state to save, and rows of a batch may leave, come
-    and change places. Equal seeds give equal streams.
+    It is the upper 53 bits of mix(start + (step + 1) * GAMMA) as a fraction, where start = mix(seed + GAMMA): nothing
+    advances, so there is no state to save, and rows of a batch may leave, come and change places.
     """
-
-    def __init__(self, seeds: Sequence[int], device: torch.device | str | None = None) -> None:
-        checked = [check_count(seed, "seed", 0, 2**63 - 1) for seed in seeds]
-        self._start = _mix(torch.tensor(checked, dtype=torch.int64, device=device) + _GAMMA)
-
-    def at(self, rows: Sequence[int] | Tensor, step: int | Tensor) -> Tensor:
-        """The numbers of these requests, counted as the seeds were, at a step from 0: (B,) float64. Both may be
-        tensors, on the device of the streams; `step` is then one for all or one for each row."""
-        index = torch.as_tensor(rows, dtype=torch.int64)
-        count = torch.as_tensor(step, dtype=torch.int64) + 1
-        return _right(_mix(self._start[index] + count * _GAMMA), 11).double() * 2.0**-53
+    return _right(_mix(_mix(seeds + _GAMMA) + (torch.as_tensor(step) + 1) * _GAMMA), 11).double() * 2.0**-53
 
 
 # As signed numbers: int64 products and sums wrap around, which is arithmetic modulo 2**64 as splitmix64 wants it.
@@ -133,32 +123,29 @@ def _right(z: Tensor, by: int) -> Tensor:
 
 
 class Sampler:
-    """The next tokens of a batch of requests: each has its own random numbers and knows the tokens it has seen.
-    `drawn` is how many numbers were taken from their streams before."""
+    """The next tokens of a batch of requests. `drawn` is how many random numbers each of them has used before."""
 
     def __init__(
         self, sampling: Sampling, prompts: Sequence[Sequence[int]], vocab: int, device: torch.device, drawn: int = 0
     ) -> None:
         self.sampling, self.drawn = sampling, drawn
-        self.draws = Draws(sampling.seeds(len(prompts)), device)
-        self.requests = torch.arange(len(prompts), device=device)
-        self.seen: Tensor | None = None  # (B, V) bool
+        self.seeds = torch.tensor(sampling.seeds(len(prompts)), device=device)
+        self.seen: Tensor | None = None
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
-            for seen, ids in zip(self.seen, prompts, strict=True):
-                seen[torch.tensor(ids, device=device)] = True
+            for row, ids in enumerate(prompts):
+                self.seen[row, ids] = True
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,)"""
+        """(B, V) -> (B,). Waits for the device, to check the logits."""
         check_logits(logits)
-        uniform = None if self.sampling.greedy else self.draws.at(self.requests, self.drawn)
-        tokens = pick(logits, self.sampling, self.seen, uniform)
+        tokens = pick(logits, self.sampling, self.seen, uniform(self.seeds, self.drawn))
+        self.drawn += 1
         if self.seen is not None:
             self.seen.scatter_(1, tokens[:, None], True)
-        self.drawn += 1
         return tokens
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows."""
-        self.requests = self.requests[rows]
+        """Go on with these rows (N,), in this order."""
+        self.seeds = self.seeds[rows]
         self.seen = None if self.seen is None else self.seen[rows]

@@ -1,9 +1,9 @@
 """Text in and text out: prompts as token ids, results, and the text of a request piece by piece as its tokens come."""
 
 import codecs
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,20 @@ from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.model import Decoder
 
 Prompt = str | Sequence[int] | Tensor
+
+
+class NoTokenizer:
+    """The tokenizer of a model that has none: all its text is empty."""
+
+    end = -1
+
+    def decode(self, ids: Iterable[int]) -> str:  # noqa: ARG002
+        return ""
+
+
+def tokenizer_of(model: Decoder) -> TextTokenizer:
+    """The tokenizer that a model was loaded with, or NoTokenizer."""
+    return getattr(model, "tokenizer", None) or NoTokenizer()  # type: ignore[return-value]
 
 
 class Event(NamedTuple):
@@ -52,64 +66,48 @@ class Generation:
 
 def read_prompts(model: Decoder, prompts: Prompt | Sequence[Prompt]) -> list[Generation]:
     """A result to fill for each prompt, with its token ids; bad prompts are refused before anything is computed."""
-    tokenizer: TextTokenizer | None = getattr(model, "tokenizer", None)
+    tokenizer = tokenizer_of(model)
     results = []
     for prompt in _each(prompts):
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise InvalidValueError("a prompt is text, but the model has no tokenizer: give token ids")
-            results.append(Generation(prompt, tokenizer.encode(prompt)))
-            _check_ids(results[-1].prompt_tokens, model)
+        if not isinstance(prompt, str):
+            ids = _ids(prompt, model)
+            results.append(Generation(tokenizer.decode(ids), ids))
+        elif isinstance(tokenizer, NoTokenizer):
+            raise InvalidValueError("a prompt is text, but the model has no tokenizer: give token ids")
         else:
-            ids = _ids(prompt)
-            _check_ids(ids, model)
-            results.append(Generation("" if tokenizer is None else tokenizer.decode(ids), ids))
+            results.append(Generation(prompt, _ids(tokenizer.encode(prompt), model)))
     if not results:
         raise InvalidValueError("prompts is empty: give at least one")
     return results
 
 
-def _each(prompts: Prompt | Sequence[Prompt]) -> Iterator[Prompt]:
-    if isinstance(prompts, bytes):
-        raise InvalidValueError("prompts is bytes: decode it to text, or give token ids")
-    if not isinstance(prompts, str | Sequence | Tensor):
-        raise InvalidValueError(f"prompts is a {type(prompts).__name__}: give text, token ids, or a list of either")
+def _each(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | Tensor):
+        raise InvalidValueError(f"prompts is {type(prompts).__name__}: give text, token ids, or a list of either")
     if isinstance(prompts, Tensor):
-        several = prompts.ndim == 2
-    else:
-        several = not prompts or any(isinstance(prompt, str | Sequence | Tensor) for prompt in prompts)
-    if several and not isinstance(prompts, str):
-        yield from prompts  # type: ignore[misc]
-    else:
-        yield prompts  # type: ignore[misc]
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    one = isinstance(prompts, str) or (prompts and not any(isinstance(p, str | Sequence | Tensor) for p in prompts))
+    return [prompts] if one else prompts  # type: ignore[list-item, return-value]
 
 
-def _ids(prompt: Sequence[int] | Tensor) -> list[int]:
-    if isinstance(prompt, Tensor):
-        found = prompt.tolist()
-        if prompt.ndim != 1 or any(type(i) is not int for i in found):
-            shape = tuple(prompt.shape)
-            raise InvalidValueError(f"a prompt is {prompt.dtype} of shape {shape}: token ids are whole numbers (T,)")
-        return list(found)
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise InvalidValueError(f"a prompt is {prompt!r}: give text, or a list of token ids")
-    for i in prompt:
-        if not isinstance(i, int) or isinstance(i, bool):
-            raise InvalidValueError(f"a prompt holds {i!r}: token ids are whole numbers")
-    return list(prompt)
-
-
-def _check_ids(ids: list[int], model: Decoder) -> None:
+def _ids(prompt: Any, model: Decoder) -> list[int]:
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     vocab, context = model.config.vocab, model.config.context
-    if not ids:
-        raise InvalidValueError("a prompt is empty: give at least one token")
+    if not isinstance(ids, Sequence) or isinstance(ids, bytes):
+        raise InvalidValueError(f"a prompt is {prompt!r}: give text, or a list of token ids")
     for i in ids:
+        if not isinstance(i, int) or isinstance(i, bool):
+            kind = f" ({prompt.dtype})" if isinstance(prompt, Tensor) else ""
+            raise InvalidValueError(f"a prompt holds {i!r}{kind}: token ids are whole numbers")
         if not 0 <= i < vocab:
             raise InvalidValueError(f"a prompt holds token {i}: ids are from 0 to {vocab - 1}")
+    if not ids:
+        raise InvalidValueError("a prompt is empty: give at least one token")
     if len(ids) >= context:
         raise InvalidValueError(
             f"a prompt has {len(ids)} tokens, and the model's context is {context}: shorten it to leave room"
         )
+    return list(ids)
 
 
 class TextStream:
@@ -126,7 +124,7 @@ class TextStream:
         self.text = ""  # everything given out so far
         self.stopped = False
         self._stop = tuple(stop)
-        self._decoder = _Joined(tokenizer) if _joins(tokenizer) else _Whole(tokenizer)
+        self._decode = _decoder(tokenizer)
         self._held = ""
         self._finished = False
 
@@ -134,12 +132,12 @@ class TextStream:
         """The new text that is safe to show; nothing once a stop string occurred."""
         if self._finished:
             raise DepthgateError("push after finish: make a new TextStream for further tokens")
-        return "" if self.stopped else self._release(self._decoder.push(token))
+        return "" if self.stopped else self._release(self._decode(token))
 
     def finish(self) -> str:
         """The rest: what was held back, and U+FFFD for half a UTF-8 sequence."""
         over, self._finished = self._finished or self.stopped, True
-        return "" if over else self._release(self._decoder.finish())
+        return "" if over else self._release(self._decode(None))
 
     def _release(self, new: str) -> str:
         known = self._held + new
@@ -158,55 +156,31 @@ class TextStream:
         return max((n for s in self._stop for n in range(1, len(s)) if known.endswith(s[:n])), default=0)
 
 
-def pieces(tokens: Sequence[int], tokenizer: TextTokenizer | None, stop: Sequence[str] = ()) -> list[str]:
+def pieces(tokens: Sequence[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> list[str]:
     """The text that each token adds; the last one's with all that was held back."""
-    if tokenizer is None or not tokens:
-        return [""] * len(tokens)
     stream = TextStream(tokenizer, stop)
-    *found, last = ["" if token == tokenizer.end else stream.push(token) for token in tokens]
-    return [*found, last + stream.finish()]
+    found = ["" if token == tokenizer.end else stream.push(token) for token in tokens]
+    return [*found[:-1], found[-1] + stream.finish()] if found else []
 
 
-def _joins(tokenizer: TextTokenizer) -> bool:
-    """True where the bytes of a list of ids are known to be those of each id, joined."""
-    return isinstance(tokenizer, ByteTokenizer) or (isinstance(tokenizer, HFTokenizer) and bool(tokenizer._bytes))
+def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
+    """A function that takes ids one by one, and None at the end, and returns the text that each adds."""
+    if isinstance(tokenizer, ByteTokenizer) or (isinstance(tokenizer, HFTokenizer) and tokenizer._bytes):
+        utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: utf8.decode(b"" if token is None else tokenizer.decode_bytes([token]), token is None)
+    ids: list[int] = []
+    given = ""
 
+    def whole(token: int | None) -> str:
+        # A token may change how its neighbours are written, so all are decoded every time. U+FFFD at the end may be
+        # completed by the next token. Where text that was given out is rewritten, everything from the first difference
+        # on is given out again: some may be there twice, none is lost.
+        nonlocal given
+        ids.extend([] if token is None else [token])
+        text = tokenizer.decode(ids).rstrip("" if token is None else "\ufffd")
+        before, given = given, text
+        if text.startswith(before):
+            return text[len(before) :]
+        return text[next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)) :]
 
-class _Joined:
-    """Text of a byte-level tokenizer."""
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token: int) -> str:
-        return self._utf8.decode(self._tokenizer.decode_bytes([token]))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
-
-
-class _Whole:
-    """Text of any tokenizer: a token may change how its neighbours are written, so all are decoded every time.
-
-    U+FFFD at the end is held back, as the next token may complete it. Where a tokenizer rewrites text that was given
-    out, everything from the first difference on is given out again: some may be there twice, none is lost.
-    """
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._given = ""
-
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        return self._new(self._tokenizer.decode(self._ids).rstrip("\ufffd"))
-
-    def finish(self) -> str:
-        return self._new(self._tokenizer.decode(self._ids))
-
-    def _new(self, text: str) -> str:
-        given, self._given = self._given, text
-        if text.startswith(given):
-            return text[len(given) :]
-        return text[next((i for i, (a, b) in enumerate(zip(given, text, strict=False)) if a != b), len(text)) :]
+    return whole
