@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check format bench clean
+.PHONY: setup demo test test-gpu check format bench clean
 
 setup: $(STAMP)
 
@@ -20,6 +20,16 @@ demo: setup
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The tests that need CUDA, in parts of less than nine minutes; `make test-gpu PART=2` runs one of them. Needs no
+# set-up: where there is no .venv, the python of the PATH runs them.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+PARTS := 4
+PART ?= $(shell seq $(PARTS))
+
+test-gpu:
+	$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device here')"
+	for part in $(PART); do PYTHONPATH=src GPU_PART=$$part/$(PARTS) $(GPU_PYTHON) -m pytest tests/gpu || exit 1; done
 
 check: setup
 	$(BIN)/ruff format --check .

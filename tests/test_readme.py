@@ -1,12 +1,39 @@
-"""README: its code runs, its commands exist, its links lead somewhere."""
+"""README and docs: their code runs or compiles, their commands and options are those of the command line, their links
+lead somewhere."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from depthgate.cli import VERBS, build_parser, parse
+from depthgate.config import build
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+# The log tells of commands of the past, at the commits that it names.
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+CURRENT = sorted(page for page in PAGES if page != "docs/log.md")
+
+
+def code(page: str) -> str:
+    """The code blocks of a page, fenced or indented; continued lines as one."""
+    text = (ROOT / page).read_text()
+    fenced = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    indented = re.findall(r"^    .*$", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return re.sub(r"\\\n\s*", " ", "\n".join([*fenced, *indented]))
+
+
+def commands(page: str) -> list[list[str]]:
+    """The words after `depthgate` of every line that runs it, alone or by torchrun."""
+    found = []
+    for line in code(page).splitlines():
+        if re.match(r"\s*(\$ )?([A-Z_]+=\S+ )*(torchrun .*-m )?depthgate( |$)", line):
+            words = shlex.split(line, comments=True)
+            end = next((i for i, word in enumerate(words) if word in ("|", "&&", ";", ">", "2>", "&")), len(words))
+            found.append(words[words.index("depthgate") + 1 : end])
+    return found
 
 
 def test_every_python_block_runs_in_order():
@@ -17,10 +44,41 @@ def test_every_python_block_runs_in_order():
         exec(compile(block, "README.md", "exec"), scope)
 
 
+@pytest.mark.parametrize("page", CURRENT)
+def test_every_python_block_compiles(page):
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        compile(block, page, "exec")
+
+
+def test_commands_are_found():
+    """Else the next test would say nothing."""
+    assert {words[0] for words in commands("README.md")} >= {"train", "generate", "convert"}
+
+
+@pytest.mark.parametrize(
+    "words", [pytest.param(words, id=" ".join(words)) for page in CURRENT for words in commands(page)]
+)
+def test_every_command_is_understood(words):
+    """Its verb and options exist, and their values are allowed. The files that it names need not exist."""
+    options = parse(words)
+    build(VERBS[options.verb], options[options.verb])
+
+
+def test_every_option_that_is_named_exists():
+    known = {"--help", "--version", *re.findall(r"--[\w.]+", build_parser().format_help())}
+    for verb, parser in build_parser()._subcommands_action.choices.items():
+        assert verb in VERBS
+        known |= {name for action in parser._actions for name in action.option_strings}
+    for page in CURRENT:
+        for name in re.findall(r"`(?:depthgate \w+ )?(--[a-z][\w.-]*)", (ROOT / page).read_text()):
+            assert name.replace("-", "_").replace("__", "--", 1) in known, f"{page}: {name}"
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make (\w+)", README):
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for page in CURRENT:
+        for target in re.findall(r"(?:^|`)make ([\w-]+)", (ROOT / page).read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: {target}"
 
 
 @pytest.mark.parametrize(
@@ -31,10 +89,3 @@ def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)]+)\)", text):
         if not link.startswith("https://"):
             assert ((ROOT / page).parent / link.split("#")[0]).exists(), link
-
-
-def test_readme_names_real_options():
-    for name in re.findall(r"`(one_plus_tanh|sigmoid|raw|straight_through)`", README):
-        from depthgate.routing import GATES
-
-        assert name in GATES
