@@ -111,7 +111,7 @@ def test_bpe_learns_what_is_frequent_and_is_the_same_in_every_process():
     assert BPE.vocab == 280
     assert len(BPE.encode("the tokens")) < len("the tokens")
     code = (
-        "from tests.train.test_tokenizer import CORPUS, BPETokenizer;"
+        "from tests.data.test_tokenizer import CORPUS, BPETokenizer;"
         "print(BPETokenizer.train(CORPUS, 280).fingerprint())"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -6,7 +6,6 @@ a document is a token of its own; text that merely spells it is text, and never 
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any, Protocol
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from depthgate import files
+from depthgate.data.sources import documents
 from depthgate.errors import DepthgateError, check_count
 
 END = "<|endoftext|>"
@@ -24,63 +25,55 @@ _TRAINED_ON = 2**26  # characters a BPE is trained on: more would change few of 
 
 
 class TextTokenizer(Protocol):
-    """What training, evaluation and generation ask of a tokenizer."""
+    """A tokenizer as training, evaluation and generation use it."""
 
-    @property
-    def vocab(self) -> int:
-        """How many ids there are."""
+    vocab: int  # the number of ids
 
     @property
     def end(self) -> int:
         """The id that ends a document."""
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end."""
-
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts."""
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; what is not UTF-8 becomes U+FFFD, ends become nothing."""
+        """The ids of several texts, without ends."""
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of ids. For byte-level tokenizers those of a list are those of its parts, joined: a stream may be
         decoded part by part through `codecs.getincrementaldecoder("utf-8")`."""
-
-    def bytes_of(self, ids: Iterable[int]) -> int:
-        """Bytes of text that the ids stand for: the denominator of bits per byte."""
 
     def token_text(self, token: int) -> str:
         """Text of one token, which may be a part of a character: its bytes are then surrogates, so that the texts of
         several tokens can be joined."""
 
     def fingerprint(self) -> str:
-        """The same for tokenizers that give the same ids."""
+        """A text that is the same for tokenizers that give the same ids."""
 
     def save(self, folder: str | Path) -> None:
         """Write the files that `load_tokenizer` reads."""
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end."""
+        return self.encode_many([text])[0]
 
-class ByteTokenizer:
-    """A byte is its own id; 256 ends a document."""
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids; what is not UTF-8 becomes U+FFFD, ends become nothing."""
+        return self.decode_bytes(ids).decode(errors="replace")
+
+    def bytes_of(self, ids: Iterable[int]) -> int:
+        """Bytes of text that the ids stand for: the denominator of bits per byte."""
+        return len(self.decode_bytes(ids))
+
+
+class ByteTokenizer(TextTokenizer):
+    """A tokenizer whose ids are bytes; 256 ends a document."""
 
     vocab = 257
     end = 256
 
-    def encode(self, text: str) -> list[int]:
-        return list(_utf8(text))
-
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.decode_bytes(ids).decode(errors="replace")
+        return [list(_utf8(text)) for text in texts]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return bytes(i for i in _checked(ids, self.vocab) if i < 256)
-
-    def bytes_of(self, ids: Iterable[int]) -> int:
-        return sum(i < 256 for i in _checked(ids, self.vocab))
 
     def token_text(self, token: int) -> str:
         return END if token == self.end else self.decode_bytes([token]).decode(errors="surrogateescape")
@@ -94,7 +87,7 @@ class ByteTokenizer:
         HFTokenizer(inner, END).save(folder)
 
 
-class HFTokenizer:
+class HFTokenizer(TextTokenizer):
     """A tokenizer of the `tokenizers` package, with the token that ends a document, where it has one."""
 
     def __init__(self, inner: Tokenizer, end: str | None) -> None:
@@ -120,7 +113,7 @@ class HFTokenizer:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "HFTokenizer":
-        """From tokenizer.json, and the end token named by tokenizer_config.json or special_tokens_map.json."""
+        """Read tokenizer.json, and the end token that tokenizer_config.json or special_tokens_map.json names."""
         inner = read_tokenizer(Path(folder, "tokenizer.json"))
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             end = _read_json(Path(folder, name)).get("eos_token")
@@ -128,9 +121,6 @@ class HFTokenizer:
             if isinstance(end, str):
                 return cls(inner, end)
         raise DepthgateError(f"{folder} does not say which token ends a text: add eos_token to tokenizer_config.json")
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_many([text])[0]
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         pieces: list[str] = []
@@ -155,9 +145,6 @@ class HFTokenizer:
             return b"".join(self._bytes[i] for i in _checked(ids, self.vocab))
         return self.decode(ids).encode()
 
-    def bytes_of(self, ids: Iterable[int]) -> int:
-        return len(self.decode_bytes(ids))
-
     def token_text(self, token: int) -> str:
         piece = str(self.inner.id_to_token(token) or "")
         if self._bytes:
@@ -172,16 +159,11 @@ class HFTokenizer:
 
     def save(self, folder: str | Path) -> None:
         config = {"eos_token": self.end_text, "tokenizer_class": "PreTrainedTokenizerFast"}
-        files = {"tokenizer_config.json": json.dumps(config), "tokenizer.json": self.inner.to_str(pretty=True)}
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():  # tokenizer.json last and whole: where it is, all is there
-                temporary = Path(folder, f".tmp-{name}")
-                with temporary.open("w", encoding="utf-8") as file:
-                    file.write(content + "\n")
-                    file.flush()
-                    os.fsync(file.fileno())  # a model without its tokenizer is of no use after a power cut
-                temporary.replace(Path(folder, name))
+            files.replace(Path(folder, "tokenizer_config.json"), json.dumps(config) + "\n")
+            # Last: where this file is, all is there.
+            files.replace(Path(folder, "tokenizer.json"), self.inner.to_str(pretty=True) + "\n")
         except OSError as error:
             raise DepthgateError(f"the tokenizer cannot be written to {folder}: {error.strerror}") from None
 
@@ -193,7 +175,7 @@ class BPETokenizer(HFTokenizer):
     def train(cls, texts: Iterable[str], vocab: int, limit: int = _TRAINED_ON) -> "BPETokenizer":
         """Learn at most `vocab` ids (256 bytes, merges, the end) from the first `limit` characters of `texts`. The
         same texts give the same ids. Little text may give fewer: `.vocab` says how many."""
-        check_count(vocab, "vocab", 257, 2**24)
+        check_count(vocab, "vocab", 257, MOST_IDS)
         inner = _byte_level({})
         trainer = trainers.BpeTrainer(
             vocab_size=vocab,
@@ -204,6 +186,25 @@ class BPETokenizer(HFTokenizer):
         )
         inner.train_from_iterator(_first(texts, limit), trainer)
         return cls(inner, END)
+
+
+def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | None = None) -> TextTokenizer:
+    """The tokenizer `bytes`, a `bpe` of `vocab` ids trained on `data`, or the one in a folder.
+
+    With `saved`, it is written to that folder, and read from there from then on.
+    """
+    if saved is not None and (saved / "tokenizer.json").exists():
+        return load_tokenizer(saved)
+    found: TextTokenizer
+    if name == "bytes":
+        found = ByteTokenizer()
+    elif name == "bpe":
+        found = BPETokenizer.train(documents(data), check_count(vocab, "vocab", 257, MOST_IDS))
+    else:
+        found = HFTokenizer.from_folder(name)
+    if saved is not None:
+        found.save(saved)
+    return found
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
@@ -226,22 +227,21 @@ def _read(path: Path) -> bytes:
     try:
         if not path.is_file():
             raise DepthgateError(f"{path.parent} is not a tokenizer folder: it has no {path.name}")
-        with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
+        if path.stat().st_size > _LARGEST:
+            raise DepthgateError(f"{path} is not a tokenizer: it has more than {_LARGEST} bytes")
+        return path.read_bytes()
     except OSError as error:
         raise DepthgateError(f"{path} cannot be read: {error.strerror}") from None
-    if len(content) > _LARGEST:
-        raise DepthgateError(f"{path} is not a tokenizer: it has more than {_LARGEST} bytes")
-    return content
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """`tokenizers` makes room for the largest id it reads and ends the process where there is none: ids come first."""
+    """A tokenizer.json whose ids are checked first: `tokenizers` takes memory for the largest id, and ends the process
+    where there is none."""
     try:
         text = _read(path).decode()
         ids = _ids(json.loads(text))
         if not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
-            raise ValueError(f"it has ids that are no whole numbers from 0 to {MOST_IDS - 1}")
+            raise ValueError(f"it has ids that are not whole numbers from 0 to {MOST_IDS - 1}")
         return Tokenizer.from_str(text)
     except (DepthgateError, KeyboardInterrupt):
         raise
@@ -271,7 +271,7 @@ def _alphabet() -> list[str]:
 
 
 def _byte_table(inner: Tokenizer, vocab: int) -> list[bytes]:
-    """The bytes of every id of a byte-level tokenizer; empty for others, whose tokens have no bytes of their own."""
+    """The bytes of every id of a byte-level tokenizer; empty for other tokenizers, whose tokens need each other."""
     decoder = json.loads(inner.to_str()).get("decoder") or {}
     kinds = [decoder, *decoder.get("decoders", [])]
     if not any(kind.get("type") == "ByteLevel" for kind in kinds):

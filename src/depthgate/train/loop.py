@@ -21,17 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from depthgate.checkpoint import store as checkpoint
 from depthgate.config import ModelConfig, RunConfig, TrainConfig
-from depthgate.data import sources as text
 from depthgate.data.batches import Packed, Rows, batches
 from depthgate.data.token_file import Documents, cache_folder, prepare
-from depthgate.data.tokenizer import (
-    BPETokenizer,
-    ByteTokenizer,
-    HFTokenizer,
-    TextTokenizer,
-    folder_hash,
-    load_tokenizer,
-)
+from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer, tokenizer_by_name
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
@@ -67,27 +59,10 @@ def _prepared(world: World, config: TrainConfig, resume: bool) -> Iterator[tuple
         yield Path(config.out), tokenizer, prepare(config.data, tokenizer, cache_folder(), config.validation).train
         return
     with run_folder.opened(config, resume) as folder:
-        tokenizer = _tokenizer(config, folder)
+        tokenizer = tokenizer_by_name(config.tokenizer, config.data, config.vocab, saved=folder / checkpoint.TOKENIZER)
         documents = prepare(config.data, tokenizer, cache_folder(), config.validation).train
         world.wait()
         yield folder, tokenizer, documents
-
-
-def _tokenizer(config: TrainConfig, folder: Path) -> TextTokenizer:
-    """The run's own tokenizer, made on its first start."""
-    saved = folder / checkpoint.TOKENIZER
-    if (saved / "tokenizer.json").exists():  # written last: a kill may leave the folder without it
-        return load_tokenizer(saved)
-    tokenizer: TextTokenizer
-    if config.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    elif config.tokenizer == "bpe":
-        assert config.vocab is not None
-        tokenizer = BPETokenizer.train(text.documents(config.data), config.vocab)
-    else:
-        tokenizer = HFTokenizer.from_folder(config.tokenizer)
-    tokenizer.save(saved)
-    return tokenizer
 
 
 def _with_vocab(config: TrainConfig, tokenizer: TextTokenizer) -> TrainConfig:
