@@ -10,8 +10,7 @@ from depthgate.errors import InvalidValueError
 from depthgate.ops.tokens import check_tokens, plain_positions
 from depthgate.routing.gates import sigmoid
 from depthgate.routing.plan import Plan, Plans, Slots
-from depthgate.routing.routers import TopTokens
-from depthgate.routing.scorer import Scorer
+from depthgate.routing.routers import Scorer, TopTokens
 
 
 class MoD(nn.Module):

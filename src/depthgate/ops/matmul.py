@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils.flop_counter import register_flop_formula
 
-from depthgate.ops import reference
-
 _ALIGN_BYTES = 16  # grouped_mm wants every row to start at a multiple of this
 _HUGE_BYTES = 32 * 2**20  # malloc hands out fresh zeroed pages above this, every time
 _MADV_HUGEPAGE = 14
@@ -53,6 +51,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, complete: bool = Fal
 @torch.library.custom_op("depthgate::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if x.dtype is torch.float64:  # no grouped kernel has it; it serves checks, not speed
+        from depthgate.ops import reference
+
         return reference.grouped_matmul(x, weight, ends)
     if not weight.mT.is_contiguous():  # either major is fine, other strides are not
         weight = weight.contiguous()
@@ -68,6 +68,8 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001
 def _grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """x (N, D), y (N, F) -> (E, D, F): x^T y over each expert's rows, the weight gradient of `_grouped_mm`."""
     if x.dtype is torch.float64:
+        from depthgate.ops import reference
+
         return reference.grouped_outer(x, y, ends)
     return F.grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends)
 

@@ -2,11 +2,17 @@
 
 from depthgate.routing.causal import RULES, Predictor, Rule, Scores, Threshold
 from depthgate.routing.gates import GATES, Gate, one_plus_tanh, raw, sigmoid, straight_through
-from depthgate.routing.losses import causal_bce, load_balance, z_loss
-from depthgate.routing.metrics import agreement, has_nan, predictor_accuracy, routed_share
+from depthgate.routing.losses import (
+    agreement,
+    causal_bce,
+    has_nan,
+    load_balance,
+    predictor_accuracy,
+    routed_share,
+    z_loss,
+)
 from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
-from depthgate.routing.routers import SoftSlots, TopExperts, TopTokens, update_thresholds
-from depthgate.routing.scorer import RandomScorer
+from depthgate.routing.routers import RandomScorer, SoftSlots, TopExperts, TopTokens, update_thresholds
 
 __all__ = [
     "GATES",

@@ -1,11 +1,15 @@
-"""Losses as functions of plans. Each is a mean over valid tokens, and 0 where there are none."""
+"""Losses and metrics as functions of plans, 0-d tensors: nothing waits for the device until a value is read.
+
+A loss is a mean over valid tokens, and 0 where there are none. `causal_bce`, `predictor_accuracy` and `agreement`
+compare the causal rule with the top-k choice, so they want plans of a pass without `causal=True`.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from depthgate.errors import InvalidValueError
-from depthgate.routing.plan import Groups, Slots
+from depthgate.routing.plan import Groups, Plan, Slots
 
 
 def expert_mean(values: Tensor, valid: Tensor | None) -> Tensor:
@@ -57,3 +61,41 @@ def z_loss(plan: Slots | Groups) -> Tensor:
     if not isinstance(plan, Slots | Groups):
         raise InvalidValueError(f"z_loss got a {type(plan).__name__}: it needs a plan of Slots or Groups")
     return valid_mean(plan.scores.logsumexp(-1).square(), plan.valid)
+
+
+def routed_share(plan: Plan) -> Tensor:
+    """Share of valid tokens that are computed: by an expert, averaged over experts (Slots); by real experts, among
+    all their choices (Groups); all of them (Soft)."""
+    if isinstance(plan, Slots):
+        return valid_mean(plan.chosen.float(), plan.valid)
+    if isinstance(plan, Groups):
+        return valid_mean(plan.computed.float(), plan.valid)
+    return torch.ones((), device=a_plan(plan, "routed_share").scores.device)
+
+
+def predictor_accuracy(plan: Slots) -> Tensor:
+    """Share of valid tokens on which the causal rule and this plan say the same."""
+    plan = plan_of_top_k(plan, "predictor_accuracy")
+    return valid_mean((plan.causal_choice == plan.chosen).float(), plan.valid)
+
+
+def agreement(plan: Slots) -> Tensor:
+    """Tokens routed by both the causal rule and this plan, among those routed by either (1 if by neither)."""
+    plan = plan_of_top_k(plan, "agreement")
+    both = (plan.causal_choice & plan.chosen).sum()
+    either = (plan.causal_choice | plan.chosen).sum()
+    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
+
+
+def has_nan(plan: Plan) -> Tensor:
+    """True if any valid token's score is NaN. Such tokens lose every choice, so a run should look at this."""
+    plan = a_plan(plan, "has_nan")
+    bad = plan.scores.isnan().flatten(2).any(-1)
+    return (bad if plan.valid is None else bad & plan.valid).any()
+
+
+def a_plan(plan: Plan, what: str) -> Plan:
+    """Return the plan, if it is one: a layer returns a tuple of them."""
+    if not isinstance(plan, Plan):
+        raise InvalidValueError(f"{what} got a {type(plan).__name__}: it needs one plan, such as plans[0]")
+    return plan
