@@ -75,7 +75,7 @@ def test_a_cache_that_is_wrong_gets_no_time(
     monkeypatch.setattr(LayerCache, "append", lambda self, k, v, pos: real(self, k, -3 * v, pos))
     assert main([*BENCH, "--json", "--models=mod"]) == 2
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["rows"] == [{"model": "mod", "error": "cached and uncached tokens differ"}]
+    assert json.loads(captured.out)["rows"] == [{"model": "mod", "error": "logits with and without a cache differ"}]
     assert "wrong answer, not timed: mod" in captured.err
 
 
