@@ -1,4 +1,4 @@
-"""MoDEncoder beside its own gating="soft" form, which computes every timestep; and the FLOPs that capacity saves.
+"""MoDEncoder next to its own gating="soft" form, which computes every timestep; and the FLOPs that capacity saves.
 
     python benchmarks/encoder_speed.py [--json] [--repeats 20]
 

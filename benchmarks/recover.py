@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,16", help="sizes of batches that are timed; none: ''")
     parser.add_argument("--context", type=int, default=1024, help="tokens read when timed, and in a window measured")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--set", action="append", default=[], help="an option of depthgate finetune, as lr=2e-4")
+    parser.add_argument("--set", action="append", default=[], help="an option of depthgate finetune, such as lr=2e-4")
     options = parser.parse_args()
 
     os.environ.setdefault("XDG_CACHE_HOME", str(options.out.resolve() / "cache"))

@@ -1,4 +1,4 @@
-"""Soft MoE beside soft-moe-pytorch 0.1.9: forward and backward on two CPU threads, interleaved in one process.
+"""Soft MoE next to soft-moe-pytorch 0.1.9: forward and backward on two CPU threads, interleaved in one process.
 
     pip install soft-moe-pytorch==0.1.9
     python benchmarks/soft_moe_peers.py [--json] [--repeats 20]

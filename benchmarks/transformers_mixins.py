@@ -1,4 +1,4 @@
-"""transformers' own model and generation tests, run on a routed Llama and, beside it, on the dense one.
+"""transformers' own model and generation tests, run on a routed Llama and on the dense one.
 
     pip download --no-deps --no-binary :all: transformers==5.22.2 && tar xf transformers-5.22.2.tar.gz
     pip install parameterized

@@ -14,7 +14,7 @@ ROOT = Path(depthgate.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, functions included; a package may import within itself.
 ORDER = (
-    *("_version", "errors", "options", "files", "config", "presets", "flops", "device", "console"),
+    *("errors", "options", "files", "config", "presets", "flops", "device", "console"),
     *("ops", "routing", "layers", "drop_in", "encoders", "model", "cache"),
     *("data", "checkpoint", "generation", "hf", "loading", "view", "train", "isoflop"),
     *("commands", "cli", "__main__"),
@@ -69,7 +69,7 @@ def test_layers_and_models_know_nothing_of_distribution_or_heavy_packages(path):
     # A file of kernels needs Triton to be read at all; whoever launches them imports it where it does. So does the one
     # file with a class that must be a class of transformers.
     assert not top_level & (HEAVY - {path.stem.rpartition("_")[2]})
-    if home(path) in ("options", "config", "flops", "errors", "cli", "__init__", "__main__", "_version"):
+    if home(path) in ("options", "config", "flops", "errors", "cli", "__init__", "__main__"):
         assert "torch" not in top_level
 
 

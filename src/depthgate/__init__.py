@@ -3,9 +3,9 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from depthgate._version import __version__
 from depthgate.hf.registration import announce
 
+__version__ = "0.1.0"
 _HOMES = {
     "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),

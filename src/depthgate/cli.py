@@ -13,7 +13,7 @@ import docstring_parser
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
-from depthgate._version import __version__
+from depthgate import __version__
 from depthgate.commands.config import BenchConfig, PresetsConfig
 from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig, RunConfig, TrainConfig, build
 from depthgate.console import guarded, silence

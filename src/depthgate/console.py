@@ -68,18 +68,21 @@ def guarded() -> Iterator[None]:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, caption: str | None = None
 ) -> None:
-    """A table on stdout. The first column holds names; the others hold figures, and are never cut or wrapped."""
+    """A table on stdout: names in the first column, figures in the others. Lines get long before a cell is cut."""
     from rich import box
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=title and Text(title))
     for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console(width=max(Console().width, 120))
+    console = Console()
+    widest = console.options.update(max_width=1000)
+    console.width = max(console.width, Measurement.get(console, widest, table).maximum)
     console.print(table)
     if caption:
         console.print(Text(caption), soft_wrap=True)

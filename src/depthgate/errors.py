@@ -14,11 +14,11 @@ class DepthgateError(Exception):
 
 
 class InvalidValueError(DepthgateError, ValueError):
-    """A value outside its allowed range; also a ValueError, as Python expects."""
+    """A value outside its allowed range; also a ValueError."""
 
 
 def _number(value: Any) -> float:
-    """A real number as float; NaN, which no range holds, for everything else."""
+    """A real number as float; NaN, which lies in no range, for everything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return math.nan
     try:

@@ -1,4 +1,4 @@
-"""FLOPs against numbers worked by hand, and what the timers promise besides time."""
+"""Devices: FLOPs against numbers worked by hand, rounds of timed calls, and what figures carry."""
 
 import torch
 import torch.nn.functional as F
