@@ -11,7 +11,7 @@ from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Slots
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import plans_figure
-from depthgate.view.routes import BatchRow, Routes, read, routes_page
+from depthgate.view.routes import Routes, Seen, read, text_page
 from tests.view.pages import page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
@@ -30,7 +30,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     """Layer 1 is moe, layer 2 is mode: there the experts see the tokens that enter, and no others."""
     model = dg.load(runs / "mode")
     ids = model.tokenizer.encode(TEXT)[:32]
-    found, (moe, mode) = read(model, ids)
+    found, (moe, mode), _ = read(model, ids)
     outer, within = (p for p in model(torch.tensor([ids]), causal=True).plans[1:])
     first = model(torch.tensor([ids]), causal=True).plans[0]
     assert isinstance(first, Groups)
@@ -66,15 +66,15 @@ def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
     plans = dg.Decoder(config)(torch.tensor([[1]])).plans
     waiting, idle = expert_layers(config.kinds, _nobody_enters(plans), 1, (4, 2))
     assert (waiting.used, idle.used, idle.experts, idle.null_experts) == (1, 0, 4, 2)
-    page = routes_page("t", "about", found, [waiting, idle])
+    page = text_page("t", "about", Seen(found, [waiting, idle], []))
     assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
     assert "Layer 1, load of its experts" in page
     assert "Layer 2, load of its experts" not in page
-    assert [axes.get_title() for axes in plans_figure(BatchRow(found, [waiting, idle], []), None).axes][2:] == [
+    assert [axes.get_title() for axes in plans_figure(Seen(found, [waiting, idle], []), None).axes][2:] == [
         "layer 1: load of the experts"
     ]
     with pytest.raises(DepthgateError, match="no token came to any expert"):
-        plans_figure(BatchRow(None, [idle], []), None)
+        plans_figure(Seen(Routes.empty([], 2), [idle], []), None)
 
 
 def _nobody_enters(plans):

@@ -11,7 +11,7 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
-from depthgate.view.routes import Routes, read, routes_page
+from depthgate.view.routes import Routes, Seen, read, text_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 
@@ -43,7 +43,7 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
 def test_losses_depths_and_the_accuracy_of_the_rule(run):
     model = dg.load(run)
     ids = model.tokenizer.encode("over a lazy dog")
-    found, experts = read(model, ids)
+    found, experts, _ = read(model, ids)
     assert experts == []
     logits = model(torch.tensor([ids]), causal=True).logits[0]
     wanted = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").tolist()
@@ -120,7 +120,7 @@ def test_what_is_no_number_is_said_so():
     found = large(40, 2)
     found.scores[0][3], found.gates[0][3] = math.nan, math.inf
     found.scores[1][:] = [math.nan] * 40
-    page = routes_page("odd", "about", found)
+    page = text_page("odd", "about", Seen(found, [], []))
     assert "42 of the scores and gates are not numbers (NaN or infinite)" in page
     known = [score for score in found.scores[0] if score == score]
     assert f"<td>{sum(known) / 39:.3f}</td>" in page  # the mean of the others
@@ -128,6 +128,6 @@ def test_what_is_no_number_is_said_so():
 
 
 def test_a_large_page_is_small_and_asks_nobody():
-    text = routes_page("a large text", "about", large(layers=48))
+    text = text_page("a large text", "about", Seen(large(layers=48), [], []))
     assert len(text.encode()) < 2_800_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org|github\.com/leeoniya)", text)

@@ -12,10 +12,9 @@ from depthgate.errors import DepthgateError
 from depthgate.files import check_out, check_outs, write
 from depthgate.loading import LanguageModel, held_out, open_model
 from depthgate.view.config import ViewConfig
-from depthgate.view.experts import ExpertLayer
 from depthgate.view.figures import plans_figure, runs_figure, save
 from depthgate.view.page import count, isolated, join, note, paragraph, short
-from depthgate.view.routes import BatchRow, Routes, held_out_tokens, read, routes_page
+from depthgate.view.routes import Seen, held_out_tokens, read, text_page
 from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
 
 _GRID = "grid.json"  # every study has one
@@ -72,17 +71,17 @@ def _model(config: ViewConfig, folder: str) -> dict[str, Any]:
         ids = held_out_tokens(held_out(folder, model.tokenizer), config.tokens)
     else:
         ids = _encoded(model, prompt, config.tokens)
-    found, experts = read(model, ids)
+    found = read(model, ids)
     if config.png is not None or config.svg is not None:
-        save(plans_figure(BatchRow(found if found.layers else None, experts, []), None), config.png, config.svg)
+        save(plans_figure(found, None), config.png, config.svg)
     if config.page is not None:
         name = isolated(short(folder))
         about = [paragraph(name, _about(config, model, found))]
         if replaced:
             what = "1 byte of the file is" if replaced == 1 else f"{replaced:,} bytes of the file are"
             about.append(note(f"{what} not UTF-8: � stands for each."))
-        write(Path(config.page), routes_page(f"depthgate view: {name}", join(about), found, experts))
-    return _figures(found, experts)
+        write(Path(config.page), text_page(f"depthgate view: {name}", join(about), found))
+    return _figures(found)
 
 
 def _text(path: str, most: int) -> tuple[str, int]:
@@ -111,24 +110,25 @@ def _encoded(model: LanguageModel, text: str, most: int) -> list[int]:
     return ids
 
 
-def _about(config: ViewConfig, model: LanguageModel, found: Routes) -> str:
+def _about(config: ViewConfig, model: LanguageModel, found: Seen) -> str:
     source = "the prompt" if config.prompt else "text that the run held out"
     if config.text:
         source = isolated(short(config.text))
-    many = len(found.tokens)
+    routes, many = found.routes, len(found.routes.tokens)
     parts = "" if many <= model.context else f" It was read {model.context:,} tokens at a time."
-    deciding = " Every router decides from the token alone (the causal choice), as in generation." * bool(found.layers)
-    routed = f"{len(found.layers)} of {count(found.depth, 'layer')} are routed."
+    deciding = " Every router decides from the token alone (the causal choice), as in generation." * bool(routes.layers)
+    routed = f"{len(routes.layers)} of {count(routes.depth, 'layer')} are routed."
     return f" reads {count(many, 'token')} of {source}. {routed}{deciding}{parts}"
 
 
-def _figures(found: Routes, experts: list[ExpertLayer]) -> dict[str, Any]:
+def _figures(found: Seen) -> dict[str, Any]:
+    routes = found.routes
     return {
-        "tokens": len(found.tokens),
-        "layers": found.layers,
-        "routed_share": found.shares(found.causal),
-        "top_k_share": found.shares(found.top_k),
-        "agreement": found.agreement,
-        "rule_accuracy": found.accuracy,
-        "experts": [{"layer": e.layer, "load": e.load, "null_share": e.null_share} for e in experts],
+        "tokens": len(routes.tokens),
+        "layers": routes.layers,
+        "routed_share": routes.shares(routes.causal),
+        "top_k_share": routes.shares(routes.top_k),
+        "agreement": routes.agreement,
+        "rule_accuracy": routes.accuracy,
+        "experts": [{"layer": e.layer, "load": e.load, "null_share": e.null_share} for e in found.experts],
     }

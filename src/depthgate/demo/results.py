@@ -40,7 +40,7 @@ def measured(name: str, config: TrainConfig) -> Result:
     steps = marks(config)
     found = [_figures(model if step == steps[-1] else load(run / f"step-{step}"), documents) for step in steps]
     final = found[-1]
-    seen, _ = read(model, held_out_tokens(documents, 768))
+    seen, _, _ = read(model, held_out_tokens(documents, 768))
     last = rows[-1]
     figures = {
         "model": name,

@@ -23,7 +23,7 @@ def routed_piece(cells: Path, row: Mapping[str, Any]) -> Html | None:
         documents = prepare(asked["data"], model.tokenizer, cache_folder(), asked["validation"]).validation
     except (DepthgateError, OSError, ValueError, KeyError):
         return None  # its checkpoints may have been deleted: the figures are what matters
-    found, _ = read(model, held_out_tokens(documents, 768))
+    found, _, _ = read(model, held_out_tokens(documents, 768))
     about = (
         f"{row['variant']}, {row['layers']} x {row['dim']}, {row['budget']:g} FLOPs, seed {row['seed']}: the start of "
         f"a held-out document. The deeper a token's colour and the thicker the line below it, the more of the routed "

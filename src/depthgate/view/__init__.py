@@ -14,9 +14,9 @@ def plot(
     """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts, the
     slots of Soft MoE. tokens: their texts; grid: rows and columns, where tokens are patches of an image."""
     from depthgate.view.figures import plans_figure
-    from depthgate.view.routes import batch_row
+    from depthgate.view.routes import seen
 
-    return plans_figure(batch_row(plans, tokens, grid, row), grid)
+    return plans_figure(seen(plans, tokens, grid, row), grid)
 
 
 def save_page(
@@ -28,7 +28,7 @@ def save_page(
 ) -> None:
     """The same as one self-contained HTML page, with every number."""
     from depthgate.files import check_out, write
-    from depthgate.view.routes import batch_row, plans_page
+    from depthgate.view.routes import plans_page, seen
 
     out = check_out(Path(path))
-    write(out, plans_page(batch_row(plans, tokens, grid, row), grid, tokens))
+    write(out, plans_page(seen(plans, tokens, grid, row), grid, tokens))

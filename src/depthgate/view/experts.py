@@ -192,15 +192,5 @@ def _slot_map(layer: SlotLayer, grid: Grid | None) -> Html:
     what, each = ("token", "row") if grid is None else ("patch", "map")
     into = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in layer.into]
     value = {"rows": rows, "columns": columns, "slots": layer.slots, "what": what, "into": into}
-    about = (
-        f"One small {each} for each slot: the lighter a {what}, the more of it the slot holds. All {each}s of a layer "
-        f"share one scale. Point at a {what}, or use the arrow keys; Page Up and Page Down go to other slots."
-    )
-    return Html(
-        f"<figure><h3>Layer {layer.layer}, what its slots hold</h3>"
-        f'<div class="map"><canvas class="slots" data-from="{name}" data-cells="{many * tokens}" tabindex="0" '
-        f'role="application" aria-label="Slot maps of layer {layer.layer}: {many} slots over {rows} by {columns}" '
-        f'aria-describedby="{name}-said"></canvas></div>'
-        f'<p class="said" id="{name}-said" role="status" aria-live="polite">Point at a {what}.</p>'
-        f"<figcaption>{about}</figcaption></figure>\n{pages.data(name, value)}"
-    )
+    shape = {"slots": many, "rows": rows, "columns": columns, "cells": many * tokens, "what": what, "each": each}
+    return pages.fill("slots", layer=layer.layer, name=name, data=pages.data(name, value), **shape)

@@ -12,7 +12,7 @@ from depthgate.errors import DepthgateError
 from depthgate.files import write
 from depthgate.view.experts import ExpertLayer, Grid, SlotLayer
 from depthgate.view.page import pieces
-from depthgate.view.routes import BatchRow, Routes
+from depthgate.view.routes import Routes, Seen
 from depthgate.view.runs import Points, Run, lines, resume_marks, shares, unit
 
 # name -> colour, as on pages; a cell is 1 by the top k, plus 2 by the causal rule
@@ -51,10 +51,10 @@ def save(figure: Any, png: str | None, svg: str | None) -> None:
             write(Path(out), figure_bytes(figure, kind))
 
 
-def plans_figure(found: BatchRow, grid: Grid | None) -> Any:
+def plans_figure(found: Seen, grid: Grid | None) -> Any:
     """One map for all layers that tokens skip, and a panel for each layer with experts that tokens came to."""
     panels: list[tuple[float, Callable[[Any], None]]] = []  # height, and what draws
-    if found.routes:
+    if found.routes.layers:
         panels.append((0.3 * len(found.routes.layers) + 1.6, partial(_draw_map, found.routes)))
     panels += [(2.4, partial(_draw_load, layer)) for layer in found.experts if layer.used]
     for layer in found.slots:

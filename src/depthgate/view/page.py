@@ -9,9 +9,11 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import groupby
+from string import Template
 from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
@@ -74,31 +76,31 @@ def row(parts: Sequence[object]) -> Html:
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
     """A whole document from heading -> body, in order. A body under the heading "" stands straight below the title. A
     `live` page reloads itself."""
-    body = join(
-        [
-            Html(f"<section>{f'<h2>{html(heading)}</h2>' if heading else ''}\n{html(content)}\n</section>")
-            for heading, content in sections.items()
-        ]
-    )
-    style, scripts = _asset("style.css"), Html("")
-    if " data-chart=" in body:
+    parts: list[object] = []
+    for heading, content in sections.items():
+        above = f"<h2>{html(heading)}</h2>\n" if heading else ""
+        parts.append(Html(f"<section>{above}{html(content)}\n</section>"))
+    style, scripts = _asset("style.css"), ""
+    if any(" data-chart=" in html(part) for part in parts):
+        parts.append(Html(f"<footer>{paragraph(_READING)}</footer>"))
         style = _asset("vendor/uPlot.min.css") + style
-        body = join([body, Html(f"<footer>{paragraph(_READING)}</footer>")])
-        licence = f"/* uPlot:\n{_asset('vendor/uPlot.LICENSE')}\n*/\n"
-        scripts = Html(f"<script>{licence}{_asset('vendor/uPlot.iife.min.js')}</script>{script('charts.js')}\n")
+        scripts = f"<script>/*\n{_asset('vendor/uPlot.LICENSE')}\n*/\n{_asset('vendor/uPlot.iife.min.js')}</script>"
+        scripts += script("charts.js")
     reload = f'<meta http-equiv="refresh" content="{_RELOAD}">\n' if live else ""
-    return Html(
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{reload}'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html(title)}</title>\n'
-        f"<style>{style}</style>\n</head>\n<body>\n<main>\n<h1>{html(title)}</h1>\n{body}\n</main>\n{scripts}</body>\n"
-        "</html>\n"
-    )
+    markup = {"reload": Html(reload), "policy": Html(_POLICY), "style": Html(style), "scripts": Html(scripts)}
+    return fill("page", title=title, body=join(parts), **markup)
 
 
+@cache
 def _asset(name: str) -> str:
     """A file of this package that goes onto a page."""
     return files("depthgate.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def fill(template: str, **values: object) -> Html:
+    """A file of templates/ with values in place of their names."""
+    text = Template(_asset(f"templates/{template}.html"))
+    return Html(text.substitute({name: html(value) for name, value in values.items()}))
 
 
 def script(name: str) -> Html:
@@ -123,12 +125,9 @@ def table(
         f'<tr><th scope="row">{html(first)}</th>{"".join(f"<td>{html(cell)}</td>" for cell in rest)}</tr>'
         for first, *rest in rows
     ]
-    # Focusable, so that the keyboard can scroll it. The caption stays outside: it is to wrap, not to scroll.
-    return Html(
-        f'<figure><div class="wide" tabindex="0" role="region" aria-label="{html(label)}"><table>\n'
-        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{chr(10).join(lines)}\n</tbody></table></div>\n"
-        f"{f'<figcaption>{html(caption)}</figcaption>' if caption else ''}</figure>"
-    )
+    # The caption stays outside of what scrolls: it is to wrap.
+    below = Html(f"<figcaption>{html(caption)}</figcaption>" if caption else "")
+    return fill("table", label=label, head=Html(head), body=Html("\n".join(lines)), caption=below)
 
 
 def line_chart(
@@ -178,11 +177,7 @@ def _short_number(value: float) -> float:
 def _chart(title: str, about: str, chart: dict[str, Any]) -> Html:
     """A figure that charts.js fills when it is first seen."""
     text = json.dumps(chart, separators=(",", ":"), allow_nan=False)
-    return Html(
-        f'<figure><div class="chart" tabindex="0" role="application" aria-label="{html(f"{title}. {about}")}" '
-        f'data-chart="{html(text)}"></div>\n'
-        f"<figcaption><strong>{html(title)}.</strong> {html(about)}</figcaption></figure>"
-    )
+    return fill("chart", title=title, about=about, chart=text)
 
 
 def visible(text: str, kept: str = "") -> str:

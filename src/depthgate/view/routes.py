@@ -28,12 +28,6 @@ from depthgate.view.experts import (
 from depthgate.view.page import Html, count, isolated, pieces, visible
 
 _BINS = 24
-_MAP = (
-    "Layers down, tokens across. Full cells: routed by the causal rule and by the top k. Orange: by the causal rule "
-    "alone. Low green bars: by the top k alone. Point at a cell, or use the arrow keys; + and - or the wheel zoom, "
-    "dragging or a sideways wheel moves along, Home and End go to the ends, a click holds a cell, a click on a token "
-    "of the text above shows it here."
-)
 _LAYERS = (
     "Rule right: for how many tokens the causal rule (the predictor, where that is the rule) says what the top k says "
     "of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the top k, "
@@ -147,17 +141,25 @@ def held_out_tokens(documents: Documents, most: int) -> list[int]:
     return found
 
 
+class Seen(NamedTuple):
+    """Tokens of a text or of one row of a batch, by kind of layer. Layers are numbered from 1; where no model is
+    known, by the place of their plan."""
+
+    routes: Routes  # without layers where none is routed
+    experts: list[ExpertLayer]
+    slots: list[SlotLayer]
+
+
 @torch.no_grad()
-def read(model: LanguageModel, ids: Sequence[int]) -> tuple[Routes, list[ExpertLayer]]:
-    """The decisions of a model's routers and the choices of its tokens, read a window at a time."""
+def read(model: LanguageModel, ids: Sequence[int]) -> Seen:
+    """The decisions of a model's routers and experts about a text, which is read a window at a time."""
     layers = [i for i, kind in enumerate(model.kinds, 1) if kind in ("mod", "mode", "random")]
     found, experts = Routes.empty(layers, len(model.kinds)), list[ExpertLayer]()
     for start in range(0, len(ids), model.context):
         part = ids[start : start + model.context]
         tokens = torch.tensor([part], device=model.device)
         logits, causal = model(tokens, causal=True)
-        targets = tokens[0, 1:].to(logits.device)
-        losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), targets, reduction="none").tolist()
+        losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:], reduction="none").tolist()
         del logits
         texts = [model.tokenizer.token_text(i) for i in part]
         found.add(texts, causal, model(tokens).plans, [math.nan, *losses])
@@ -165,19 +167,11 @@ def read(model: LanguageModel, ids: Sequence[int]) -> tuple[Routes, list[ExpertL
         for known, new in zip(experts, more, strict=False):
             known.choices.extend(new.choices)
         experts = experts or more
-    return found, experts
+    return Seen(found, experts, [])
 
 
-class BatchRow(NamedTuple):
-    """One row of a batch, by kind of plan; layers are numbered by the place of their plan, from 1."""
-
-    routes: Routes | None
-    experts: list[ExpertLayer]
-    slots: list[SlotLayer]
-
-
-def batch_row(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> BatchRow:
-    """Plain data of one row of the batch that plans are of."""
+def seen(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> Seen:
+    """The decisions of plans about one row of their batch."""
     if not plans:
         raise DepthgateError("there are no plans: no layer of the model routes")
     check_count(row, "row", minimum=0, maximum=min(plan.scores.shape[0] for plan in plans) - 1)
@@ -193,43 +187,43 @@ def batch_row(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | 
             raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
     # Within a routed layer, others see the routed tokens alone; those plans have no place on a map of all tokens.
     depth = {i: p for i, p in enumerate(plans, 1) if isinstance(p, Slots) and p.scores.shape[1:] == (length, 1)}
-    routes = Routes.empty(list(depth), len(plans))
-    names = [str(t) for t in range(length)] if tokens is None else tokens
-    routes.add(names, list(depth.values()), list(depth.values()), [math.nan] * length, row)
-    return BatchRow(routes if depth else None, [each for each in found if isinstance(each, ExpertLayer)], slots)
+    routes, routed = Routes.empty(list(depth), len(plans)), list(depth.values())
+    routes.add(tokens or list(map(str, range(length))), routed, routed, [math.nan] * length, row)
+    return Seen(routes, [each for each in found if isinstance(each, ExpertLayer)], slots)
 
 
-def routes_page(title: str, about: object, found: Routes, experts: Sequence[ExpertLayer] = ()) -> Html:
+def text_page(title: str, about: object, found: Seen) -> Html:
     """The page of a text: which tokens went deep, layer by layer."""
-    sections: dict[str, object] = {"": pages.join([about, *_odd(found)])}
-    if found.layers:
-        sections["The text, by depth"] = pages.routed_text(found.tokens, found.through, found.layers)
-        sections |= _routing(found)
-        sections["Which tokens go deep"] = _deep(found)
+    routes = found.routes
+    if routes.layers:
+        text = {"The text, by depth": pages.routed_text(routes.tokens, routes.through, routes.layers)}
+        rest = {"Which tokens go deep": _deep(routes)}
     else:
-        text = "".join(piece.text for piece in pieces(found.tokens))
-        sections["The text"] = pages.preformatted(visible(text, kept=" \n"))
-        sections["Routing"] = pages.paragraph("This model has no routed layers: every token goes through all of them.")
-    if experts:
-        sections["Experts"] = experts_section(experts, found.tokens)
-    return pages.page(title, sections)
+        plain = "".join(piece.text for piece in pieces(routes.tokens))
+        text = {"The text": pages.preformatted(visible(plain, kept=" \n"))}
+        rest = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
+    return pages.page(title, {"": about} | text | _sections(found, rest, routes.tokens))
 
 
-def plans_page(found: BatchRow, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
+def plans_page(found: Seen, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
     """A page of plans alone: a section for each kind that there is."""
     about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
-    sections: dict[str, object] = {"": pages.paragraph(about)}
-    if found.routes is not None:
-        sections |= {"": pages.join([sections[""], *_odd(found.routes)]), **_routing(found.routes)}
+    return pages.page("depthgate: plans", {"": pages.paragraph(about)} | _sections(found, {}, tokens, grid))
+
+
+def _sections(
+    found: Seen, more: dict[str, Html], tokens: Sequence[str] | None, grid: Grid | None = None
+) -> dict[str, object]:
+    """The map, the figures of routed layers, `more` about them, and experts."""
+    routes, sections = found.routes, dict[str, object]()
+    if routes.layers:
+        sections |= {"The map": _map(routes), "Layers": _layers(routes), "Router scores": _histograms(routes)}
+    sections |= more
     if found.experts:
         sections["Experts"] = experts_section(found.experts, tokens)
     if found.slots:
         sections["Soft MoE"] = slots_section(found.slots, grid)
-    return pages.page("depthgate: plans", sections)
-
-
-def _routing(found: Routes) -> dict[str, object]:
-    return {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
+    return sections
 
 
 def _map(found: Routes) -> Html:
@@ -243,16 +237,10 @@ def _map(found: Routes) -> Html:
         "causal": ["".join(map(str, map(int, row))) for row in found.causal],
         "top_k": ["".join(map(str, map(int, row))) for row in found.top_k],
     }
-    layers, tokens = len(found.layers), len(found.tokens)
-    label = f"Map of {count(layers, 'layer')} and {count(tokens, 'token')}; arrow keys move, plus and minus zoom"
-    return Html(
-        '<figure><p class="tools"><button id="closer">Zoom in</button> <button id="wider">Zoom out</button> '
-        '<button id="whole">Whole text</button></p>'
-        f'<div class="map"><canvas id="map" tabindex="0" role="application" aria-label="{label}" '
-        f'aria-describedby="said" data-cells="{tokens * layers}"></canvas></div>'
-        '<p class="said" id="said" role="status" aria-live="polite">Point at a cell.</p>'
-        f"<figcaption>{_MAP}</figcaption></figure>\n{pages.data('routes', data)}\n{pages.script('map.js')}"
-    )
+    layers, tokens = count(len(found.layers), "layer"), count(len(found.tokens), "token")
+    cells = len(found.layers) * len(found.tokens)
+    parts = {"data": pages.data("routes", data), "script": pages.script("map.js")}
+    return pages.join([*_odd(found), pages.fill("map", layers=layers, tokens=tokens, cells=cells, **parts)])
 
 
 def _packed(row: Sequence[float]) -> list[int | None]:

@@ -18,12 +18,11 @@ from depthgate.view.page import Html, isolated, short
 METRICS, CONFIG, REPORT = "metrics.jsonl", "config.json", "report.html"
 LAST = 20  # steps that the loss at the end is the mean of
 _MOST = 1e100  # sums of larger numbers overflow
-# axis -> its name, and its units, the largest first
-AXES: dict[str, tuple[str, tuple[tuple[float, str], ...]]] = {
-    "step": ("steps", ((1, "steps"),)),
-    "tokens": ("tokens", ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens"))),
-    "flops": ("FLOPs", ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"))),
-    "seconds": ("seconds", ((3600, "hours"), (60, "minutes"), (1, "seconds"))),
+AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the largest first
+    "step": ((1, "steps"),),
+    "tokens": ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens")),
+    "flops": ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs")),
+    "seconds": ((3600, "hours"), (60, "minutes"), (1, "seconds")),
 }
 Row = dict[str, Any]
 Points = list[tuple[float, float]]
@@ -186,8 +185,7 @@ def curve(run: Run, axis: str, value: str, most: int = 240) -> tuple[Points, int
 def unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
     """The largest unit in which the longest run has at least 2 of it, or the smallest."""
     most = max((run.rows[-1][axis] for run in runs if run.rows), default=0)
-    units = AXES[axis][1]
-    return next((u for u in units if most >= 2 * u[0]), units[-1])
+    return next((each for each in AXES[axis] if most >= 2 * each[0]), AXES[axis][-1])
 
 
 def lines(runs: Sequence[Run], axis: str, value: str) -> tuple[dict[str, Points], int]:
@@ -239,7 +237,7 @@ def runs_page(runs: Sequence[Run], about: Html | None = None, live: bool = False
     # The style shows the charts of the axis that is asked for.
     charts = [f'<div class="by" data-axis="{axis}">{pages.row(_charts(runs, axis))}</div>' for axis in AXES]
     sections = {
-        "": pages.join([*parts, _axis_buttons()]),
+        "": pages.join([*parts, pages.fill("axes")]),
         "How they went": Html("\n".join(charts)),
         "Where they stand": _table(runs),
     }
@@ -262,14 +260,6 @@ def _charts(runs: Sequence[Run], axis: str) -> list[Html]:
     about = f"Tokens a second, of training steps alone: no checkpoints, no start. {means}"
     speeds = lines(runs, axis, "tokens_per_second")[0]
     return [*found, pages.line_chart("Throughput", about, speeds, x, "tokens a second", from_zero=True)]
-
-
-def _axis_buttons() -> Html:
-    buttons = "".join(
-        f'<label><input type="radio" name="axis" id="axis-{axis}"{" checked" if axis == "step" else ""}> {name}</label>'
-        for axis, (name, _) in AXES.items()
-    )
-    return Html(f'<fieldset class="axis"><legend>Draw against</legend>{buttons}</fieldset>')
 
 
 def _table(runs: Sequence[Run]) -> Html:
