@@ -73,7 +73,7 @@
     return {
       width,
       height: 300,
-      legend: { markers: { width: 3, fill: (u, number) => ["bar", "mark"].includes(chart.series[number - 1].kind) ? css(`--c${chart.series[number - 1].colour % 6}`) : null, dash: (u, number) => chart.series[number - 1].kind === "line" && u.series[number].dash?.length ? "dashed" : "solid" } },
+      legend: { markers: { width: 3, dash: (u, number) => chart.series[number - 1].kind === "mark" ? "dotted" : u.series[number].dash?.length ? "dashed" : "solid" } },
       cursor: {
         points: { size: 9 },
         // Of each series the value nearest to the cursor, wherever the other series have theirs.

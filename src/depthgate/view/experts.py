@@ -145,7 +145,7 @@ def _load(layer: ExpertLayer) -> Html:
     if layer.null_experts > 1:
         about += f" The bar of the {layer.null_experts} null experts is that of all of them together."
     title = f"Layer {layer.layer}, load of its experts"
-    return pages.bar_chart(title, about, bars, "share of the choices", even=1 / many)
+    return pages.bar_chart(title, about, bars, "share of the choices", x="expert", even=1 / many)
 
 
 def _forms(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
@@ -173,7 +173,7 @@ def slots_section(layers: Sequence[SlotLayer], grid: Grid | None) -> Html:
     for layer in layers:
         load = {str(expert): share for expert, share in enumerate(layer.load)}
         title = f"Layer {layer.layer}, load of its experts"
-        bars.append(pages.bar_chart(title, about, load, "share", even=1 / layer.experts))
+        bars.append(pages.bar_chart(title, about, load, "share", x="expert", even=1 / layer.experts))
     parts: list[object] = [pages.row(bars)]
     if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
         parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
