@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgate.data import token_file as shards_module
+from depthgate.data import token_file
 from depthgate.data.token_file import TokenFile, everything, mix, prepare, split, tokenize, write
 from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer
 from depthgate.errors import DepthgateError
@@ -55,7 +55,7 @@ class Wide(ByteTokenizer):
     end = 2**31 + 299
 
     def encode_many(self, texts):
-        return [[2**31 + i for i in self.encode(text)] for text in texts]
+        return [[2**31 + i for i in ids] for ids in super().encode_many(texts)]
 
 
 def test_large_ids_are_kept_in_32_bits_and_ids_near_2_to_16_in_16(tmp_path):
@@ -122,7 +122,7 @@ def test_a_file_survives_pickling(tmp_path):
 def test_data_is_tokenized_once(tmp_path, monkeypatch):
     data = source(tmp_path)
     first = tokenize(data, BYTES, tmp_path / "cache")
-    monkeypatch.setattr(shards_module, "documents", None)  # would fail if it were read again
+    monkeypatch.setattr(token_file, "documents", None)  # would fail if it were read again
     assert tokenize(data, BYTES, tmp_path / "cache").digest == first.digest
     assert [p.suffix for p in (tmp_path / "cache").iterdir()] == [".tokens"]
 
@@ -150,7 +150,7 @@ def test_a_damaged_cache_is_named_and_made_again(tmp_path):
         assert path.read_bytes() == content
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        tokenize(data, BYTES, tmp_path / "cache", verify=True)
+        tokenize(data, BYTES, tmp_path / "cache")
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path):
@@ -169,7 +169,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path):
 
 
 def test_temporary_files_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
-    old, new = tmp_path / ".tmp-old.tokens", tmp_path / ".tmp-new.tokens"
+    old, new = tmp_path / ".old.tokens.123.part", tmp_path / ".new.tokens.456.part"
     old.write_bytes(b"x")
     new.write_bytes(b"x")
     os.utime(old, (time.time() - 10**6,) * 2)

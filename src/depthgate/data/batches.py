@@ -1,4 +1,4 @@
-"""Packed sequences as a pure function of their number: resuming is starting at a number, and nothing else."""
+"""Packed sequences as a pure function of their number, so that a run resumes by starting at a number."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -93,7 +93,7 @@ class Packed:
 
     @property
     def most_documents(self) -> int:
-        """The documents of the window that has the most of them."""
+        """The largest number of documents in a window."""
         first = torch.arange(self._length) * self.context
         ends = torch.stack([first, first + self.context - 1])
         start, stop = torch.searchsorted(self.documents.bounds, ends, right=True)
@@ -108,7 +108,7 @@ class Packed:
         return windows(self.documents, starts, self.context, self.max_documents)
 
     def window(self, number: int) -> int:
-        """Which window of the run a sequence is."""
+        """The number of the window that a sequence is."""
         if number < 0:
             raise InvalidValueError(f"sequence number is {number}: it must be at least 0")
         epoch, i = divmod(number, self._length)
@@ -116,8 +116,8 @@ class Packed:
 
 
 def permuted(i: int, n: int, key: int) -> int:
-    """Where i goes in the permutation of range(n) that the key names, without holding the permutation: a Feistel
-    network permutes the next square, and what falls outside n is permuted again until it falls inside."""
+    """Element i of the permutation of range(n) that the key names, without the memory for all of it: a Feistel network
+    permutes the next square, and what falls outside n is permuted again until it falls inside."""
     side = isqrt(n - 1) + 1
     while True:
         left, right = divmod(i, side)
@@ -138,8 +138,8 @@ def batches(
 ) -> Iterator[Batch]:
     """Batches without end, from sequence `start`: rows rank, rank + world ... of every `batch` sequences.
 
-    Workers are threads that prepare the next batches, as the work is all in torch, which lets other threads run. The
-    stream is the same for any number of them, there is nothing to save, and nothing of them outlives the run.
+    Workers are threads that prepare the next batches; the work is all in torch, which lets other threads run. The
+    stream is the same for any number of workers, and there is nothing to save.
     """
     check_count(batch, "batch")
     check_count(start, "start", minimum=0)
@@ -170,9 +170,8 @@ def _stream(packed: Packed, batch: int, start: int, workers: int, rank: int, wor
 
 
 def validation_rows(documents: Documents, context: int, batch: int = 1, most: int | None = None) -> Iterator[Rows]:
-    """Windows in order, without overlap, so that every token but the first is a target where its document goes on;
-    `batch` at a time, the last ones filled up with padding. All of them, or some, spread evenly, with about `most`
-    tokens."""
+    """Windows in order, `batch` at a time, the last batch filled up with padding. They do not overlap, and every token
+    but a document's first is a target. With `most`, windows of about that many tokens in all, evenly spread."""
     check_count(context, "context")
     check_count(batch, "batch")
     if len(documents) < 2:

@@ -1,7 +1,7 @@
-"""Where text comes from, one document at a time.
+"""Sources of text, read one document at a time.
 
 `data` is a text file, a glob, .jsonl, any of these as .gz, .xz or .zst, a folder, `stdlib` (the Python standard
-library's own source), or a Hugging Face dataset: `hf:NAME[:CONFIG[:SPLIT]]`, or a bare `owner/name` that is no path.
+library's own source), or a Hugging Face dataset: `hf:NAME[:CONFIG[:SPLIT]]`, or a bare `owner/name` that is not a path.
 
 Documents within a file: every line of .jsonl is one, its field `text` or `content`. A .txt file, or one without suffix,
 is cut at every `<|endoftext|>`; where its first 4 MiB have no such mark, also at two or more blank lines, as stand
@@ -17,7 +17,7 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -47,16 +47,6 @@ def documents(data: str) -> Iterator[str]:
         raise DepthgateError(f"data {data!r} holds no text: give a file with at least one document")
 
 
-def describe(data: str) -> str:
-    """What `data` is, in a few words."""
-    name = _dataset_name(data)
-    if name:
-        return f"Hugging Face dataset {name}"
-    files = source_files(data)
-    size = sum(path.stat().st_size for path in files) / 1e6
-    return f"{data}: {len(files)} file{'s' * (len(files) != 1)}, {size:.1f} MB"
-
-
 def fingerprint(data: str) -> str:
     """A hash that changes when the text of `data` does; cheap, as it reads no more than 64 MiB. A dataset from the hub
     is known by its name alone."""
@@ -77,51 +67,31 @@ def fingerprint(data: str) -> str:
 
 
 def source_files(data: str) -> list[Path]:
-    """The files that `data` names, sorted; never none."""
+    """The files that `data` names, sorted; an error where there is none."""
     if not data or "\0" in data:
         raise InvalidValueError(f"data is {data!r}: it must name a file, a glob, a folder, a dataset or stdlib")
-    if data == "stdlib":
-        return _stdlib_files()
-    path = Path(data).expanduser()
+    path = Path(sysconfig.get_paths()["stdlib"] if data == "stdlib" else data).expanduser()
     try:
         if path.is_file():
             return [path]
         if path.is_dir():
-            return _folder_files(path)
+            return _folder_files(path, data)
         exists = path.exists()
     except OSError as error:
         raise DepthgateError(f"data {data!r} cannot be read: {error.strerror}") from None
     if exists:
         raise DepthgateError(f"data {data!r} is neither a file nor a folder: write it to a file first")
-    if glob.has_magic(data):
-        found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-        if not found:
-            raise DepthgateError(f"data {data!r} matches no file: change the pattern (** goes into folders)")
-        return found
-    raise DepthgateError(f"data {data!r} does not exist: give a file, a glob, a folder, hf:NAME or stdlib")
+    if not glob.has_magic(data):
+        raise DepthgateError(f"data {data!r} does not exist: give a file, a glob, a folder, hf:NAME or stdlib")
+    found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    if not found:
+        raise DepthgateError(f"data {data!r} matches no file: change the pattern (** goes into folders)")
+    return found
 
 
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in _walk(root, _SKIPPED) if path.suffix == ".py"]
-    if not files:
-        raise DepthgateError(f"data 'stdlib': no Python source under {root}; give a text file instead")
-    return files
-
-
-def _folder_files(root: Path) -> list[Path]:
-    files = [path for path in _walk(root, {"__pycache__"}) if _suffixes(path)[0] in FOLDER_SUFFIXES]
-    if not files:
-        kinds = " ".join(FOLDER_SUFFIXES)
-        raise DepthgateError(
-            f"data {str(root)!r} is a folder without text ({kinds}, also packed as {' '.join(PACKED)}): "
-            f"for other files give a glob such as '{root}/**/*.c'"
-        )
-    return files
-
-
-def _walk(root: Path, skipped: set[str]) -> list[Path]:
-    """The files under a folder, sorted; without hidden ones and those in folders to be skipped."""
+def _folder_files(root: Path, data: str) -> list[Path]:
+    """The text files under a folder, sorted; without hidden ones and, in the standard library, tests and packages."""
+    kinds, skipped = ((".py",), _SKIPPED) if data == "stdlib" else (FOLDER_SUFFIXES, {"__pycache__"})
     files = []
 
     def unreadable(error: OSError) -> None:
@@ -130,7 +100,12 @@ def _walk(root: Path, skipped: set[str]) -> list[Path]:
     for folder, inside, names in os.walk(root, onerror=unreadable):
         inside[:] = [name for name in inside if not name.startswith(".") and name not in skipped]
         paths = (Path(folder, name) for name in names if not name.startswith("."))
-        files += [path for path in paths if path.is_file()]
+        files += [path for path in paths if _suffixes(path)[0] in kinds and path.is_file()]
+    if not files:
+        raise DepthgateError(
+            f"data {data!r} is a folder without text ({' '.join(kinds)}, also packed as {' '.join(PACKED)}): "
+            f"for other files give a glob such as '{root}/**/*.c'"
+        )
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -144,7 +119,7 @@ def _suffixes(path: Path) -> tuple[str, str]:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Turns what a damaged or unreadable file raises into an error that names the file."""
+    """Turn what a damaged or unreadable file raises into an error that names the file."""
     try:
         yield
     except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
@@ -161,7 +136,7 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
                 yield from unpacked
         elif packing == ".zst":
             left = b""
-            for chunk in _unpack_zst(path, file):
+            for chunk in _unpack_zst(file):
                 *lines, left = (left + chunk).split(b"\n")
                 yield from (line + b"\n" for line in lines)
             yield from [left] if left else []
@@ -169,30 +144,20 @@ def _raw_lines(path: Path) -> Iterator[bytes]:
             yield from file
 
 
-def _unpack_zst(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    """All frames of a file; one that is cut short is an error (the packages' own readers end in silence)."""
-    try:
-        from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+def _unpack_zst(file: IO[bytes]) -> Iterator[bytes]:
+    """The content of all frames; one that is cut short is an error (the package's own reader ends in silence)."""
+    import zstandard
 
-        new: Callable[[], Any] = zstd.ZstdDecompressor
-    except ImportError:  # before Python 3.14
-        try:
-            import zstandard  # type: ignore[import-not-found, unused-ignore]
-        except ImportError:
-            raise DepthgateError(
-                f"{path} is packed with Zstandard: install the package zstandard, use Python 3.14, or unpack the file"
-            ) from None
-        new = zstandard.ZstdDecompressor().decompressobj
-    frame, begun = new(), False
+    frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
     while chunk := file.read(2**17):
         while chunk:
             try:
                 yield frame.decompress(chunk)
-            except Exception as error:
-                raise EOFError(str(error)) from None  # each package has its own class
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from None
             begun, chunk = not frame.eof, b""
             if frame.eof:
-                chunk, frame = frame.unused_data, new()
+                chunk, frame = frame.unused_data, zstandard.ZstdDecompressor().decompressobj()
     if begun:
         raise EOFError("the last frame does not end")
 
@@ -209,7 +174,7 @@ def _file_documents(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines with their ends, decoded: no UTF-8 sequence spans two, so an error has an exact place."""
+    """Decoded lines with their ends. No UTF-8 sequence spans two lines, so an error has an exact place."""
     offset = 0
     for raw in _raw_lines(path):
         try:
@@ -225,8 +190,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _plain(lines: Iterator[str]) -> Iterator[str]:
-    """Documents between marks; where the beginning has no mark, between two or more blank lines too. They lose the
-    ends of lines around them."""
+    """Documents between marks; where the beginning has no mark, also between two or more blank lines. Line ends around
+    a document are removed."""
     head, size, marked = list[str](), 0, False
     while not marked and size < _PEEK and (line := next(lines, "")):
         head.append(line)
@@ -271,7 +236,7 @@ def _text_of(record: Any, place: str) -> str:
 
 
 def _dataset_name(data: str) -> str | None:
-    """The dataset that `data` names, if it names one and no path."""
+    """The dataset that `data` names; None where it is a path."""
     if data.startswith("hf:"):
         return data.removeprefix("hf:")
     looks = _DATASET.fullmatch(data) and _suffixes(Path(data))[0] not in FOLDER_SUFFIXES
@@ -283,7 +248,7 @@ def _dataset(name: str) -> Iterator[str]:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise DepthgateError(
-            f"data {name!r} is no file or folder; to read it as a Hugging Face dataset, "
+            f"data {name!r} is not a file or folder; to read it as a Hugging Face dataset, "
             "install the package datasets (pip install 'depthgate[data]')"
         ) from None
     path, config, split = [*name.split(":"), "", ""][:3]

@@ -1,8 +1,8 @@
 """Text as token files: written once into a cache, memory-mapped, checked by hash; and the split of their documents.
 
 A token file is little-endian: a header of 128 bytes (`_HEADER`, zeros), the tokens (uint16, or uint32 for more than
-65536 ids) up to a multiple of 8 bytes, then where each document begins and the last one ends (int64). Every document
-ends with the tokenizer's end id. The hash covers the header's fields and everything after the header.
+65536 ids) up to a multiple of 8 bytes, then the places at which documents begin and the end of the last one (int64).
+Every document ends with the tokenizer's end id. The hash covers the header's fields and everything after the header.
 """
 
 import hashlib
@@ -10,21 +10,21 @@ import mmap
 import os
 import re
 import struct
-import tempfile
 import time
 import warnings
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from depthgate.data.sources import describe, documents, fingerprint
+from depthgate import files
+from depthgate.data.sources import documents, fingerprint
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_probability
 
@@ -33,14 +33,14 @@ _MAGIC = b"DGTOKENS"
 _HEADER = struct.Struct("<8sIIQQQII32s")  # magic, then as TokenFile reads them
 _HEADER_SIZE = 128
 _SMALL = 2**26  # files of up to 64 MiB are hashed whenever they are opened, which takes a tenth of a second
-_STALE = 24 * 3600  # seconds after which a temporary file is a dead process's
+_STALE = 24 * 3600  # seconds after which the temporary file of a killed process is removed
 
 
 class TokenFile:
-    """An open token file: ids (N,) as stored, offsets (documents + 1,)."""
+    """An open token file: ids (tokens,) as stored, offsets (documents + 1,)."""
 
     def __init__(self, path: str | Path, verify: bool | None = None) -> None:
-        """verify: compare the hash of all bytes; by default only where that is quick. Sizes are always checked."""
+        """`verify` compares the hash of all bytes, by default only where that is quick. Sizes are always checked."""
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
@@ -90,9 +90,9 @@ class TokenFile:
 
 
 class Documents:
-    """Some documents of a token file, in order, as one run of tokens: what batches are cut from.
+    """Documents of a token file, in order, as one run of tokens that batches are cut from.
 
-    `bounds` (documents + 1,) says where each begins in that run.
+    `bounds` (documents + 1,) holds the place at which each begins in that run, and the length of the run.
     """
 
     def __init__(self, file: TokenFile, starts: Tensor, stops: Tensor) -> None:
@@ -104,7 +104,7 @@ class Documents:
         return int(self.bounds[-1])
 
     def documents_at(self, starts: Tensor, length: int) -> Tensor:
-        """(B, length): which document holds each place from `starts` (B,) on; past the end, the last one."""
+        """The numbers (B, length) of the documents at the places from `starts` (B,) on; past the end, the last one."""
         stops = (starts + length - 1).clamp(max=len(self) - 1)
         first, last = torch.searchsorted(self.bounds, torch.stack([starts, stops]), right=True) - 1
         steps = torch.zeros(len(starts), length, dtype=torch.int64)
@@ -118,13 +118,13 @@ class Documents:
         return self.file.read(places + take(self._shift, document))
 
     def fingerprint(self) -> str:
-        """Changes with any token or document: what a resumed run compares."""
+        """A hash of all tokens and documents, which a resumed run compares."""
         places = array("q", self.bounds.tolist() + self._shift.tolist()).tobytes()
         return hashlib.sha256(self.file.digest.encode() + places).hexdigest()
 
 
 class Shards(NamedTuple):
-    """What a run trains on, and what it is measured on."""
+    """The documents that a run trains on, and those that it is measured on."""
 
     train: Documents
     validation: Documents
@@ -133,20 +133,19 @@ class Shards(NamedTuple):
 def prepare(
     data: str,
     tokenizer: TextTokenizer,
-    cache_dir: str | Path,
+    cache: str | Path | None = None,
     validation: str | None = None,
     validation_share: float = 0.005,
-    verify: bool | None = None,
 ) -> Shards:
-    """Token files of `data`, and of `validation` where given; otherwise a share of the documents is held out, the
-    same ones for every run, so that runs of different seeds can be compared."""
+    """Documents of `data`, and of `validation` where given; otherwise a share of the documents is held out, the same
+    ones for every run, so that runs of different seeds can be compared."""
     check_probability(validation_share, "validation_share")
     if validation is None and not validation_share:
         raise InvalidValueError("validation_share is 0: it must be above 0, or name a validation file")
-    file = tokenize(data, tokenizer, cache_dir, verify)
+    file = tokenize(data, tokenizer, cache)
     if validation is None:
         return split(file, validation_share)
-    return Shards(everything(file), everything(tokenize(validation, tokenizer, cache_dir, verify)))
+    return Shards(everything(file), everything(tokenize(validation, tokenizer, cache)))
 
 
 def everything(file: TokenFile) -> Documents:
@@ -155,9 +154,12 @@ def everything(file: TokenFile) -> Documents:
 
 
 def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
-    """Hold out documents, in an order that only their number and the seed decide, as long as they fit into `share` of
-    the tokens; of a short text into more: a fortieth up to 2^18, a tenth up to 4096. None takes more than an eighth of
-    the room, if there are such to fill half of it. Where none fits, hold out the end of the last document."""
+    """Hold out documents until they fill `share` of the tokens, in an order that depends on their number and the seed.
+
+    The share of a short text is larger: a fortieth up to 2^18 tokens, a tenth up to 4096. Documents of at most an
+    eighth of the room come first; larger ones follow if these do not fill half of it. Where none fits, the end of the
+    last document is held out.
+    """
     total = len(file)
     if total < 4:
         raise DepthgateError(f"the data has {total} tokens: too few to train on some and hold out others")
@@ -191,14 +193,14 @@ def cache_folder() -> Path:
         raise DepthgateError("there is no home folder to keep token files in: set HOME or XDG_CACHE_HOME") from None
 
 
-def tokenize(data: str, tokenizer: TextTokenizer, cache_dir: str | Path, verify: bool | None = None) -> TokenFile:
-    """The token file of all of `data`, from the cache if it is there and whole."""
+def tokenize(data: str, tokenizer: TextTokenizer, cache: str | Path | None = None) -> TokenFile:
+    """The token file of all of `data`, from the cache (`cache_folder` unless given) if it is there and whole."""
     key = hashlib.sha256(f"{VERSION} {fingerprint(data)} {tokenizer.fingerprint()}".encode()).hexdigest()
     name = re.sub(r"[^A-Za-z0-9]+", "-", Path(data).name).strip("-")[:40] or "data"
-    path = Path(cache_dir, f"{name}-{key[:24]}.tokens")
+    path = Path(cache or cache_folder(), f"{name}-{key[:24]}.tokens")
     if path.exists():
         try:
-            found = TokenFile(path, verify)
+            found = TokenFile(path)
             if (found.vocab, found.end) != (tokenizer.vocab, tokenizer.end):
                 raise DepthgateError(f"token file {path} is of another tokenizer")
             return found
@@ -206,7 +208,7 @@ def tokenize(data: str, tokenizer: TextTokenizer, cache_dir: str | Path, verify:
             warnings.warn(f"{error}; making it again", DepthgateWarning, stacklevel=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, documents(data), tokenizer, describe(data))
+        write(path, documents(data), tokenizer, data)
     except OSError as error:
         raise DepthgateError(
             f"the token cache {path} cannot be written: {error.strerror}; name another folder in XDG_CACHE_HOME"
@@ -215,21 +217,16 @@ def tokenize(data: str, tokenizer: TextTokenizer, cache_dir: str | Path, verify:
 
 
 def write(path: Path, texts: Iterable[str], tokenizer: TextTokenizer, title: str = "text") -> None:
-    """Tokenize texts into a file: under a temporary name, then renamed, so that a file is whole or not there."""
-    _sweep(path.parent)
-    descriptor, temporary = tempfile.mkstemp(prefix=".tmp-", suffix=".tokens", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            _write(file, texts, tokenizer, title)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+    """Tokenize texts into a file, which is whole or not there."""
+    for left in path.parent.glob(".*.tokens.*.part"):  # of killed processes, once none can be writing it any more
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > _STALE:
+                left.unlink()
+    with files.writing(path) as file:
+        _write(file, texts, tokenizer, title)
 
 
-def _write(file: Any, texts: Iterable[str], tokenizer: TextTokenizer, title: str) -> None:
+def _write(file: IO[bytes], texts: Iterable[str], tokenizer: TextTokenizer, title: str) -> None:
     vocab, end = tokenizer.vocab, tokenizer.end
     width, code = (2, "H") if vocab <= 2**16 else (4, "I")
     file.write(bytes(_HEADER_SIZE))
@@ -260,7 +257,7 @@ def _write(file: Any, texts: Iterable[str], tokenizer: TextTokenizer, title: str
 
 
 def _batches(texts: Iterable[str], characters: int = 2**21) -> Iterator[list[str]]:
-    """Texts in lists of about so many characters, so that memory is bounded and threads have work."""
+    """Texts in lists of about `characters`, so that memory is bounded and threads have work."""
     waiting, size = list[str](), 0
     for text in texts:
         waiting.append(text)
@@ -273,8 +270,8 @@ def _batches(texts: Iterable[str], characters: int = 2**21) -> Iterator[list[str
 
 
 def take(table: Tensor, places: Tensor) -> Tensor:
-    """table[places], 2048 at a time: torch splits more than 3000 among threads, and on a busy machine these wait for
-    each other a hundred times longer than the work takes."""
+    """table[places], taken 2048 at a time: torch splits more than 3000 among threads, and on a busy machine these wait
+    for each other a hundred times longer than the work takes."""
     flat = places.flatten()
     return torch.cat([table[flat[i : i + 2048]] for i in range(0, len(flat), 2048)]).view(places.shape)
 
@@ -292,14 +289,6 @@ def mix(*parts: int) -> int:
 
 def _round(size: int) -> int:
     return -(-size // 8) * 8
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what killed processes left, once nobody can be writing it any more."""
-    for path in folder.glob(".tmp-*.tokens"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE:
-                path.unlink()
 
 
 def _progress() -> Progress:
