@@ -86,7 +86,7 @@ def llama(model: ModelConfig, seed: int) -> Any:
     """A LlamaForCausalLM with random weights, of the shape of a dense decoder."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from depthgate.hf.table import their_values
+    from depthgate.hf.decoder_weights import their_values
 
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**their_values(model, torch.finfo(torch.float32).eps)))

@@ -20,14 +20,12 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-import depthgate  # noqa: F401
-from depthgate.commands import bench
+from depthgate.commands import bench, convert, finetune
 from depthgate.commands.config import BenchConfig
 from depthgate.commands.eval import evaluate
 from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf import command, finetune
 
 _TRIAL = 12  # steps that say how long one takes; the first ones warm up
 
@@ -111,7 +109,7 @@ def steps_for(config: FinetuneConfig, minutes: float, out: Path) -> dict[str, ob
 
 def recovered(config: FinetuneConfig) -> dict[str, object]:
     """Fine-tune, or go on where it was interrupted; the last row of metrics."""
-    resume = (Path(config.out) / finetune.ASKED).exists()
+    resume = (Path(config.out) / "finetune.json").exists()
     last = quietly(finetune.run, config, True, resume)
     return {key: last[key] for key in ("step", "loss", "tokens", "flops", "seconds", "tokens_per_second")}
 
@@ -179,7 +177,7 @@ def main() -> None:
             asked = ConvertConfig(
                 str(dense), str(converted), capacity, options.layers, gate=options.gate, rule=options.rule
             )
-            quietly(command.run, asked, True)
+            quietly(convert.run, asked, True)
         rows.get(f"{name}, converted", lambda folder=converted: measured(folder))
         config = replace(
             FinetuneConfig(model=str(converted), data=options.data, out=str(after), device=device), **given

@@ -75,7 +75,7 @@ def test_layers_and_models_know_nothing_of_distribution_or_heavy_packages(path):
 
 def test_the_package_and_its_help_import_no_torch():
     code = (
-        "import sys, depthgate, depthgate.cli; depthgate.cli.build_parser(); depthgate.hf; "
+        "import sys, depthgate, depthgate.cli; depthgate.cli.build_parser(); "
         "assert not {'torch', 'transformers'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from depthgate.hf.registration import announce
-
 __version__ = "0.1.0"
 _HOMES = {
     "depthgate.config": ("ModelConfig",),
@@ -58,6 +56,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-announce()

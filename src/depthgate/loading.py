@@ -20,10 +20,10 @@ from depthgate.data.token_file import Documents, cache_folder, prepare
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
-from depthgate.hf.code import is_model
 from depthgate.model import Decoder, Output
 from depthgate.routing.plan import Plans
 
+_LARGEST_CONFIG = 2**24  # bytes that are looked at
 _LATER = ("head_dim", "norm_eps")  # values of a model that runs of older versions do not name
 
 
@@ -87,10 +87,20 @@ class LoadedDecoder(Decoder):
         return self.config.experts, self.config.null_experts
 
 
+def is_hugging_face(folder: Path) -> bool:
+    """True for the folder of a transformers model: its config.json, damaged or not, names a type of model, and that of
+    a run does not."""
+    try:
+        with (folder / CONFIG).open("rb") as file:
+            return b'"model_type"' in file.read(_LARGEST_CONFIG)
+    except OSError:
+        return False
+
+
 def open_model(folder: str | Path, device: str, dtype: str = "auto", context: int | None = None) -> LanguageModel:
     """The language model of a folder, in evaluation mode. A dtype and a context can only be chosen for Hugging Face
     models; auto is float32 on a CPU, elsewhere the dtype that the model is stored in."""
-    if is_model(Path(folder)):
+    if is_hugging_face(Path(folder)):
         from depthgate.hf.adapter import open_folder
 
         return open_folder(Path(folder), device, dtype, context)
@@ -104,7 +114,7 @@ def open_model(folder: str | Path, device: str, dtype: str = "auto", context: in
 
 def held_out(folder: str | Path, tokenizer: TextTokenizer) -> Documents:
     """The documents that a run kept from its training, or its validation text."""
-    if is_model(Path(folder)):
+    if is_hugging_face(Path(folder)):
         raise InvalidValueError(
             f"{folder} is a Hugging Face model, which has no held-out text: name a text with --data, --text or --prompt"
         )
@@ -122,7 +132,7 @@ def held_out(folder: str | Path, tokenizer: TextTokenizer) -> Documents:
 def load(path: str | Path) -> LoadedDecoder:
     """A Decoder in evaluation mode, on the CPU, with its `tokenizer`. Damage is a DepthgateError, and nothing in the
     folder is ever executed."""
-    if is_model(Path(path)):
+    if is_hugging_face(Path(path)):
         return _from_hugging_face(Path(path))
     found, home = _newest(Path(path))
     config, weights = model_config(found.config, found.path), found.tensors["model"]
@@ -138,7 +148,7 @@ def load(path: str | Path) -> LoadedDecoder:
 
 
 def _from_hugging_face(folder: Path) -> LoadedDecoder:
-    from depthgate.hf.decoder import to_decoder
+    from depthgate.hf.decoder_weights import to_decoder
     from depthgate.hf.folder import load as load_model
 
     tokenizer = load_tokenizer(folder)

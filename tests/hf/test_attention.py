@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DataCollato
 from transformers.masking_utils import flash_attention_mask
 
 import depthgate as dg
-from depthgate.hf.masks import run_starts
+from depthgate.hf.inputs import run_starts
 from tests.conftest import close
 from tests.hf.zoo import plans_of, routed, tokens
 

@@ -48,7 +48,7 @@ def test_caches_that_cannot_be_ragged_are_refused():
         model(ids, past_key_values=filled)
     with pytest.raises(dg.DepthgateError, match="the cache is a tuple"):
         model.model.layers[0](
-            torch.ones(2, 8, 32), past_key_values=(), depthgate_tokens=dg.hf.tokens.Tokens(None, None, None)
+            torch.ones(2, 8, 32), past_key_values=(), depthgate_tokens=dg.hf.inputs.Tokens(None, None, None)
         )
 
 

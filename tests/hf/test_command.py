@@ -160,7 +160,7 @@ def rewrite(folder, **values):
             [],
             "none_such.* transformers has no decoder language",
         ),
-        (lambda f: rewrite(f, model_type="qwen2_moe"), [], "but nobody has tested what they do with it"),
+        (lambda f: rewrite(f, model_type="qwen2_moe"), [], "but the family has not been tested"),
         (lambda f: None, ["--layers", "[]"], r"layers is \[\]"),
         (
             lambda f: (f / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": "x.Y"}}'),
@@ -176,7 +176,7 @@ def rewrite(folder, **values):
         (lambda f: None, ["--layers", "7"], "a layer is 7"),
         (lambda f: None, ["--layers", "some"], "layers is 'some'"),
         (lambda f: None, ["--layers", "auto"], "go together"),
-        (lambda f: None, ["--layers", "auto", "--text", "nowhere"], "nowhere is no file"),
+        (lambda f: None, ["--layers", "auto", "--text", "nowhere"], "nowhere is not a file"),
         (lambda f: None, ["--layers", "auto", "--text", __file__], "tokenizer"),
         (lambda f: None, ["--capacity", "0"], "capacity is 0"),
         (lambda f: None, ["--rule", "none"], "rule is 'none'"),

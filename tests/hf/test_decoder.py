@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.flops import forward_flops, parameters
-from depthgate.hf.table import names
+from depthgate.hf.decoder_weights import names
 from depthgate.routing import causal_bce
 from tests.conftest import close
 from tests.hf.zoo import dense, plans_of, routed, tokens
@@ -39,7 +39,7 @@ def decoder(name: str) -> dg.Decoder:
         for weight in model.parameters():
             weight.add_(0.3 * torch.randn_like(weight))
         for part in model.modules():
-            if isinstance(part, dg.routing.rules.Threshold):
+            if isinstance(part, dg.routing.Threshold):
                 part.average.fill_(0.1)
                 part.weight.fill_(0.5)
     return model
@@ -152,9 +152,9 @@ def test_a_half_precision_model_keeps_its_routers_whole():
 @pytest.mark.parametrize(
     ("values", "to", "why"),
     [
-        ({"pattern": "dense,moe"}, None, "pattern has 'moe', which Llama and Qwen3 have not"),
-        ({"pattern": "mode"}, None, "pattern has 'mode'"),
-        ({"pattern": "random"}, None, "pattern has 'random'"),
+        ({"pattern": "dense,moe"}, None, "cannot export a 'moe' layer"),
+        ({"pattern": "mode"}, None, "cannot export a 'mode' layer"),
+        ({"pattern": "random"}, None, "cannot export a 'random' layer"),
         ({"qk_norm": True}, "llama", "qk_norm is true, which llama is not: write it as qwen3"),
         ({}, "qwen3", "qk_norm is false, which qwen3 is not: write it as llama"),
         ({}, "gpt2", "to is 'gpt2'"),

@@ -7,7 +7,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 import torch
 
 import depthgate as dg
-from depthgate.hf.conversion import routed_layers
+from depthgate.hf.layer import routed_layers
 from depthgate.routing import causal_bce
 from tests.conftest import close
 from tests.hf.zoo import dense, plans_of, routed, tokens

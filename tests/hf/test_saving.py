@@ -1,4 +1,4 @@
-"""What is saved comes back, in a process that knows nothing but `import depthgate`; and a config is strict."""
+"""What is saved comes back, in a process that knows nothing but `import depthgate.hf`; and a config is strict."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthgate as dg
-from depthgate.hf.conversion import routed_layers
+from depthgate.hf.layer import routed_layers
 from tests.conftest import close
 from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens, with_random_routers
 
@@ -45,7 +45,7 @@ def half(rule: str, folder: Path):
 
 @pytest.mark.parametrize(
     ("first", "second", "kinds"),
-    [("depthgate", "transformers", FAMILY_NAMES), ("transformers", "depthgate", ["gpt2", "gemma3_text"])],
+    [("depthgate.hf", "transformers", FAMILY_NAMES), ("transformers", "depthgate.hf", ["gpt2", "gemma3_text"])],
 )
 def test_a_fresh_process_loads_every_family_and_rule(tmp_path, first, second, kinds):
     models = {kind: routed(kind, rule=RULES[i % 3]) for i, kind in enumerate(kinds)}

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from depthgate.data.tokenizer import BPETokenizer
-from depthgate.hf.conversion import routed_layers
+from depthgate.hf.layer import routed_layers
 from tests.hf.zoo import ROUTED, dense, routed
 from tests.view.pages import page_data, view, view_model
 

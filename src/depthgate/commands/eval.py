@@ -1,6 +1,7 @@
 """`depthgate eval`: a model of ours or of transformers, dense or converted, on a text or on tasks of lm-eval."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ from depthgate.console import print_table
 from depthgate.data.batches import validation_rows
 from depthgate.data.token_file import Documents, cache_folder, everything, tokenize
 from depthgate.device import count_flops, resolve_device
-from depthgate.loading import LanguageModel, held_out, open_model
+from depthgate.errors import DepthgateError
+from depthgate.loading import LanguageModel, held_out, is_hugging_face, open_model
 from depthgate.train.evaluate import measure
 
 _COUNTED = 8  # windows whose FLOPs are counted
@@ -42,12 +44,26 @@ def flops_per_token(model: LanguageModel, documents: Documents) -> float:
     return flops / tokens
 
 
+def _run_task(config: EvalConfig, as_json: bool) -> None:
+    if not is_hugging_face(Path(config.model)):
+        raise DepthgateError(
+            f"--tasks needs a Hugging Face model, and {config.model} is not one: depthgate convert writes a run as one"
+        )
+    from depthgate.hf.adapter import evaluate_task
+
+    figures = evaluate_task(config)
+    if as_json:
+        print(json.dumps(figures))
+        return
+    print(f"{config.model} on {config.tasks}: {figures['documents']:,} documents")
+    for name, value in figures["metrics"].items():
+        print(f"{name:32} {value:.4f}" if isinstance(value, float) else f"{name:32} {value}")
+
+
 def run(config: EvalConfig, as_json: bool) -> None:
     """Print the figures."""
     if config.tasks is not None:
-        from depthgate.hf import tasks
-
-        tasks.run(config, as_json)
+        _run_task(config, as_json)
         return
     figures = evaluate(config)
     if as_json:

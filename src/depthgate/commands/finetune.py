@@ -14,10 +14,9 @@ from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import World, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
-from depthgate.hf.conversion import routed_layers
-from depthgate.hf.folder import load
+from depthgate.hf.folder import check_generation, find_tokenizer, load
+from depthgate.hf.layer import routed_layers
 from depthgate.hf.recover import Recovery, decays
-from depthgate.hf.tokenizer_files import check_generation, check_text
 from depthgate.train import optim
 from depthgate.train.loop import Loop
 from depthgate.train.run_folder import opened
@@ -35,7 +34,7 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
         config = replace(config, dtype="bfloat16" if device == "cuda" else "float32")
     check_generation(source)
     model = load(source)
-    check_text(source)
+    find_tokenizer(source)
     if not routed_layers(model):
         raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
     with opened(config, resume, _CONFIG) as folder:

@@ -1,5 +1,7 @@
-"""A transformers model as the rest of the library sees a language model: packed rows in; logits, loss, plans out."""
+"""A transformers model as the rest of the library sees a language model: packed rows in; logits, loss, plans out. And
+as lm-eval sees one."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.config import EvalConfig
 from depthgate.data.tokenizer import HFTokenizer, read_tokenizer
+from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf.code import check_config
-from depthgate.hf.conversion import routed_layers
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.folder import load
-from depthgate.hf.tokenizer_files import load_tokenizer
+from depthgate.hf.folder import check_config, load, load_tokenizer
+from depthgate.hf.layer import routed_layers
 from depthgate.model import Output
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing.plan import Plans, Slots
@@ -51,10 +53,7 @@ class HFLanguageModel:
     def __init__(self, model: Any, tokenizer: HFTokenizer, context: int | None = None) -> None:
         kind = model.config.model_type.removeprefix(PREFIX)
         if kind not in FAMILIES:
-            raise DepthgateError(
-                f"{type(model).__name__} belongs to the family {kind!r}, which is not supported: use one of "
-                f"{', '.join(FAMILIES)}"
-            )
+            raise DepthgateError(f"the family {kind!r} is not supported: use a model of {', '.join(FAMILIES)}")
         if getattr(model.config, "final_logit_softcapping", None):
             raise DepthgateError("the model caps its logits (final_logit_softcapping), which is not supported here")
         room = model.config.max_position_embeddings
@@ -186,3 +185,54 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
         if "depth_router" not in name and "inv_freq" not in name and weight.is_floating_point():
             weight.data = weight.data.to(dtype)
     return model
+
+
+def evaluate_task(config: EvalConfig) -> dict[str, Any]:
+    """Metrics of a Hugging Face model, dense or converted, on one task of lm-eval in a yaml file."""
+    file = Path(config.tasks or "")
+    name = _task_name(file)
+    _check_unique(name, file)
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise DepthgateError(f"lm-eval is missing ({error}): pip install 'depthgate[eval]'") from None
+    folder, device = Path(config.model), resolve_device(config.device)
+    model = load(folder)
+    cast(model, compute_dtype(config.dtype, device, model)).to(device)
+    options: dict[str, Any] = {} if config.seq is None else {"max_length": config.seq}
+    options["add_bos_token"] = bool(tokenizer_of(folder).prefix)  # which lm-eval leaves out unless it is told
+    judged = HFLM(pretrained=model, tokenizer=load_tokenizer(folder), batch_size=config.batch, device=device, **options)
+    try:
+        manager = TaskManager(include_path=str(file.parent), include_defaults=False)
+        found = simple_evaluate(
+            judged, tasks=[name], task_manager=manager, limit=config.limit, log_samples=False, bootstrap_iters=0
+        )
+    except Exception as error:  # a task may hold code and templates of its own
+        raise DepthgateError(f"lm-eval cannot do {file}: {type(error).__name__}: {str(error)[:300]}") from error
+    metrics = {key.removesuffix(",none"): value for key, value in found["results"][name].items() if "stderr" not in key}
+    count = found["n-samples"][name]["effective"]
+    return {"model": config.model, "tasks": config.tasks, "documents": count, "metrics": metrics}
+
+
+def _task_name(file: Path) -> str:
+    """The name that a task gives itself. Its yaml may have tags of lm-eval's own, so only this line is read."""
+    try:
+        named = re.search(r"^task:\s*['\"]?([\w.-]+)['\"]?\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DepthgateError(f"tasks is {str(file)!r}, which cannot be read ({error}): give a yaml file") from None
+    if named is None:
+        raise DepthgateError(f"{file} has no line `task: NAME`: give a task of lm-eval as a yaml file")
+    return named[1]
+
+
+def _check_unique(name: str, file: Path) -> None:
+    """Refuse a name that another file of the folder has: lm-eval looks a task up by its name among all of them."""
+    for other in sorted((*file.parent.rglob("*.yaml"), *file.parent.rglob("*.yml"))):
+        try:
+            same = other.resolve() != file.resolve() and _task_name(other) == name
+        except DepthgateError:
+            continue
+        if same:
+            raise DepthgateError(f"{file} and {other} both name the task {name}: rename one, or move it elsewhere")

@@ -1,7 +1,7 @@
 """Layers of a transformers cache that keep the tokens which entered a routed layer, each with its slot.
 
 A token's slot is its place in the text, padding counted, as transformers counts. Rows hold different tokens, and
-different numbers of them. To everybody who asks for a length a layer tells how many tokens the model has seen.
+different numbers of them. The length of a layer is the number of tokens that the model has seen.
 
     RaggedLayer   holds only what entered, and grows with it
     FixedLayer    a place for every token, as a compiled step needs; it saves nothing
@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSli
 
 from depthgate.errors import DepthgateError
 
-_ROOM = 64  # places made at a time, or a quarter; to copy all of them for every new token would take long
+_ROOM = 64  # places made at a time, or a quarter: copying all of them for every new token would take long
 
 
 class RaggedLayer(DynamicLayer):  # type: ignore[misc]
@@ -33,8 +33,8 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         self._next: tuple[Tensor | None, Tensor, Tensor, Tensor, int] | None = None
 
     def expect(self, slots: Tensor, batch: int, rows: Tensor | None) -> Tensor:
-        """Make room for tokens at `slots` (A, C), -1 for none, of these rows of the batch (None: of all), whose keys
-        and values `update` is given next. Gives the slots (A, L) of what it will return."""
+        """Make room for the tokens of the next `update`: slots (A, C), -1 for none, of these rows of the batch (None:
+        of all). Returns the slots (A, L) of the keys and values that it will return."""
         if self.slots is None:
             self.slots = slots.new_full((batch, 0), -1)
         self.slots = _writable(self.slots)
@@ -77,7 +77,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def advance(self, tokens: int) -> None:
-        """The model has seen more tokens."""
+        """Count tokens that the model has seen."""
         self.seen += tokens
 
     def get_seq_length(self) -> int:
@@ -97,33 +97,30 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         super().reset()
         self.seen, self.slots, self._next = 0, None, None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._take(beam_idx)
-
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._take(indices)
+        if self.slots is not None:
+            self.slots = self.slots[indices.to(self.slots.device)]
+        if self.is_initialized:
+            indices = indices.to(self.keys.device)
+            self.keys, self.values = self.keys[indices], self.values[indices]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.slots is not None:
-            self._take(torch.arange(len(self.slots)).repeat_interleave(repeats))
-
-    def _take(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order."""
-        if self.slots is not None:
-            self.slots = self.slots[rows.to(self.slots.device)]
-        if self.is_initialized:
-            rows = rows.to(self.keys.device)
-            self.keys, self.values = self.keys[rows], self.values[rows]
+            self.batch_select_indices(torch.arange(len(self.slots)).repeat_interleave(repeats))
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """It, or a copy where it was made in inference mode and this no longer is one."""
+    """The tensor, or a copy if it was made in inference mode and that has ended."""
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 class _Fixed:
     """Keys and values (B, H, M + 1, d), slots (B, M + 1), -1 where a place holds nothing. The token of slot s lies at
-    s modulo M, and at M lies what nobody asks for. In front of a static layer, whose M tokens are all, or a window."""
+    s modulo M; tokens that are not kept go to M. A class to put in front of a static layer of M tokens, all or a
+    window."""
 
     fixed = True
     slots: Tensor | None
@@ -131,7 +128,7 @@ class _Fixed:
     values: Any
     max_cache_len: int
     cumulative_length: Tensor  # tokens the model has seen
-    cumulative_length_int: int  # the same, of a window
+    cumulative_length_int: int  # the same number in a layer with a window
     is_initialized: bool
     is_sliding: bool
 
@@ -145,17 +142,16 @@ class _Fixed:
         return self.cumulative_length
 
     def advance(self, tokens: int) -> None:
-        """The model has seen more tokens."""
+        """Count tokens that the model has seen."""
         self.cumulative_length.add_(tokens)
         if self.is_sliding:
             self.cumulative_length_int += tokens  # the number that a window's mask is made from
 
-    def expect(self, slots: Tensor, batch: int, rows: None) -> Tensor:
-        """As that of a RaggedLayer, for all rows."""
-        assert rows is None
+    def expect(self, slots: Tensor) -> Tensor:
+        """Prepare for the tokens of the next `update`, as RaggedLayer does, in all rows of the batch."""
         M = self.max_cache_len
         if self.slots is None:
-            self.slots = slots.new_full((batch, M + 1), -1)
+            self.slots = slots.new_full((len(slots), M + 1), -1)
             _stay(self.slots)
         kept = (slots >= 0) & (slots > slots.amax(1, keepdim=True) - M)
         self._place = torch.where(kept, slots % M, M)
@@ -164,7 +160,7 @@ class _Fixed:
         return self.slots[:, :M] if before is None else torch.cat((before, slots), 1)
 
     def _joins(self, tokens: int) -> bool:
-        """Whether new tokens stand beside the old ones: of many, a window holds only the last."""
+        """True if new tokens are appended to the old ones for this call: a window can only store the last of many."""
         return self.is_sliding and tokens > 1
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -202,23 +198,25 @@ class _Fixed:
 
 
 class FixedLayer(_Fixed, StaticLayer):  # type: ignore[misc]
-    """Of a layer that looks at all tokens."""
+    """The store of a layer that looks at all tokens."""
 
 
 class FixedWindowLayer(_Fixed, StaticSlidingWindowLayer):  # type: ignore[misc]
-    """Of a layer that looks back a window."""
+    """The store of a layer that looks back a window."""
 
 
 def _stay(tensor: Tensor) -> None:
-    """Promise a compiled step that it finds a tensor where it was."""
+    """Promise to compiled code that a tensor keeps its address."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
 
 
 def store_of(cache: Any, index: int) -> Any:
-    """The layer of this number of whatever cache the model was given; a still empty one is exchanged for ours."""
+    """The layer of this number of a model's cache. One of transformers that is still empty is replaced by ours."""
     if not isinstance(cache, Cache):
-        raise DepthgateError(f"the cache is a {type(cache).__name__}: give a transformers Cache, as DynamicCache()")
+        raise DepthgateError(
+            f"the cache is a {type(cache).__name__}: give a transformers Cache, such as DynamicCache()"
+        )
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]

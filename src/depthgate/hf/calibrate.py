@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from depthgate.data.batches import Rows
 from depthgate.errors import InvalidValueError
 from depthgate.flops import budget
-from depthgate.hf.families import FAMILIES, family_of
+from depthgate.hf.families import decoder_layers, family_of
 from depthgate.hf.layer import RoutedLayer
 from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
@@ -42,7 +42,8 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
         weight = torch.ones_like(change) if mask is None else mask.to(change)
         means.append((change * weight).sum() / weight.sum().clamp(min=1))
 
-    with torch.no_grad(), _watched(model, getattr(model.base_model, FAMILIES[family_of(model)].layers), see):
+    family_of(model)  # refuses others
+    with torch.no_grad(), _watched(model, decoder_layers(model), see):
         model(**inputs, use_cache=False)
     return [float(mean) for mean in means]
 

@@ -20,7 +20,7 @@ _CONTRACT = ("hidden_states", "attention_mask", "position_ids", "past_key_values
 
 
 class Family(NamedTuple):
-    """Names within transformers: of classes, and of what each family calls the same thing."""
+    """Names within transformers: of classes, and of attributes that differ from family to family."""
 
     module: str
     config: str
@@ -29,7 +29,7 @@ class Family(NamedTuple):
     layers: str = "layers"  # the decoder's list of layers
     attention: str = "self_attn"  # a layer's attention
     cache: str = "past_key_values"  # a layer's argument
-    window: bool = False  # whether attention takes its window from the config, where it has none of its own
+    window: bool = False  # True: attention takes its window from the config if it has none of its own
 
 
 def _usual(module: str, name: str, config: str | None = None, window: bool = False) -> Family:
@@ -61,6 +61,11 @@ def modeling(kind: str) -> Any:
     return import_module(f"transformers.models.{name}.modeling_{name}")
 
 
+def decoder_layers(model: Any) -> Any:
+    """The list of layers of a model of a known family, routed or not."""
+    return getattr(model.base_model, FAMILIES[model.config.model_type.removeprefix(PREFIX)].layers)
+
+
 def family_of(model: Any) -> str:
     """The family of a model that can be routed."""
     try:
@@ -77,7 +82,7 @@ def family_of(model: Any) -> str:
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
         raise InvalidValueError(f"{name} cannot be routed, only a {FAMILIES[kind].model}, the model with its head")
-    for i, layer in enumerate(getattr(model.base_model, FAMILIES[kind].layers)):
+    for i, layer in enumerate(decoder_layers(model)):
         if "forward" in vars(layer) and "_old_forward" not in vars(layer):  # those of accelerate's hooks are known
             raise InvalidValueError(
                 f"layer {i} of {name} has a forward of its own: convert the model before that is set"
@@ -86,7 +91,7 @@ def family_of(model: Any) -> str:
 
 
 def check_config_values(values: Mapping[str, Any], name: str) -> None:
-    """Refuse a model that cannot be routed by what its config says, before anything is loaded."""
+    """Refuse a model that cannot be routed according to its config, before anything is loaded."""
     kind = values["model_type"]
     if kind.startswith(PREFIX):
         raise InvalidValueError(
@@ -96,7 +101,9 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:
-        raise InvalidValueError(f"{name} ({kind}) cannot be routed: {_missing(kind)}. Known are {', '.join(FAMILIES)}")
+        raise InvalidValueError(
+            f"{name} ({kind}) cannot be routed: {_missing(kind)}. Supported are {', '.join(FAMILIES)}"
+        )
     if values.get("quantization_config") is not None:
         raise InvalidValueError(
             f"{name} has quantised weights (quantization_config), which cannot be trained: take the model that it was "
@@ -107,14 +114,12 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
 
 
 def _missing(kind: str) -> str:
-    """What of the contract a model lacks that is no known family, as far as its code tells."""
+    """The part of the contract that a model of an unknown family lacks, as far as its code tells."""
     try:
+        import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
-        import transformers
-
-        module = import_module(getattr(transformers, name).__module__)
+        module = import_module(getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]).__module__)
     except (ImportError, KeyError, AttributeError):
         return "transformers has no decoder language model of that type"
     layers = [each for key, each in vars(module).items() if key.endswith(("DecoderLayer", "Layer", "Block"))]
@@ -122,4 +127,4 @@ def _missing(kind: str) -> str:
     lacking = min(([a for a in _CONTRACT if a not in has] for has in found), key=len, default=list(_CONTRACT))
     if lacking:
         return f"its layers do not take {', '.join(lacking)}"
-    return "its layers take what they have to, but nobody has tested what they do with it"
+    return "its layers take all the arguments that are needed, but the family has not been tested"

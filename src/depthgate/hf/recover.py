@@ -19,9 +19,8 @@ from depthgate.hf.adapter import HFLanguageModel, cast, dense_of
 from depthgate.hf.calibrate import calibrate, scale_routers, unscale_routers
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import set_capacity
-from depthgate.hf.families import FAMILIES, PREFIX
-from depthgate.hf.folder import load
-from depthgate.hf.tokenizer_files import copy_text
+from depthgate.hf.families import decoder_layers
+from depthgate.hf.folder import copy_tokenizer, find_tokenizer, load
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Slots, Threshold, routed_share
 
@@ -150,10 +149,11 @@ class Recovery:
             self._adapted.merge_and_unload()
         unscale_routers(self.language.routed)
         cast(self.model, self._stored).eval()
+        source = Path(self.config.model)
         try:
             with files.folder(folder, last="config.json") as part:
                 self.model.save_pretrained(part)
-                copy_text(Path(self.config.model), part)
+                copy_tokenizer(find_tokenizer(source), source, part)
                 load(part)
         except OSError as error:
             raise DepthgateError(f"cannot write the model to {folder} ({error.strerror or error})") from error
@@ -172,8 +172,7 @@ def _note_share(router: Any, _: Any, plan: Slots) -> None:
 def _compile_layers(model: Any) -> None:
     """Compile layers, once for all of a kind and for each number of tokens that they take."""
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # stages of the capacity
-    family = FAMILIES[model.config.model_type.removeprefix(PREFIX)]
-    for layer in getattr(model.base_model, family.layers):
+    for layer in decoder_layers(model):
         layer.compile(dynamic=False)
 
 
