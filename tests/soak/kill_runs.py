@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 
 import depthgate as dg
+from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main as depthgate
-from depthgate.train import checkpoint, loop  # noqa: F401  (what a child needs is loaded before it is forked)
+from depthgate.train import loop  # noqa: F401  (what a child needs is loaded before it is forked)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.train.tiny import same, words, write_data

@@ -51,9 +51,8 @@ def build_decoder(config: ModelConfig, compiled: bool, world: World) -> Decoder:
     kind = CompiledDecoder if compiled and world.size == 1 else Decoder
     no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor alone, and a threshold has no loss
     model = kind(config, scores_have_no_loss=no_loss).to(world.device)
-    if compiled and world.size > 1:
-        for layer in model.layers:
-            layer.compile()
+    for layer in model.layers if compiled and world.size > 1 else ():
+        layer.add_to = torch.compile(layer.add_to)  # type: ignore[assignment, arg-type]
     return model
 
 
@@ -64,6 +63,7 @@ def shard(model: Decoder, world: World) -> None:
     mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
+        register_fsdp_forward_method(layer, "add_to")
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "loss")
 
