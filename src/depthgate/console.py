@@ -83,6 +83,8 @@ def print_table(
     console = Console()
     widest = console.options.update(max_width=1000)
     console.width = max(console.width, Measurement.get(console, widest, table).maximum)
-    console.print(table)
-    if caption:
-        console.print(Text(caption), soft_wrap=True)
+    with console.capture() as said:  # rich would end the process where the reader has left
+        console.print(table)
+        if caption:
+            console.print(Text(caption), soft_wrap=True)
+    print(said.get(), end="")
