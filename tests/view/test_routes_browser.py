@@ -183,8 +183,7 @@ def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot
     browser.assert_alone()
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
 def test_it_fits_any_window_and_any_light(browser, big, width, dark):
     browser.open(big, width, dark=dark)
     browser.assert_fits()

@@ -110,10 +110,10 @@ def test_links_are_written_through_and_devices_are_left_alone(run, tmp_path, cap
         assert (tmp_path / "link.html").is_symlink()
         assert (tmp_path / "folder/page.html").read_text().startswith("<!doctype html>")
     (tmp_path / "zero").symlink_to("/dev/null")
-    for odd in ("pipe", "/dev/null", "zero", "/dev/stdout", "/proc/self/fd/1"):
-        for option in ("--out", "--png", "--svg"):
-            assert view(run, option, odd) == 2
-            assert f"out is {odd}: it is not a regular file" in capfd.readouterr().err
+    outs = [("--out", odd) for odd in ("pipe", "/dev/null", "zero", "/dev/stdout", "/proc/self/fd/1")]
+    for option, odd in [*outs, ("--png", "pipe"), ("--svg", "pipe")]:
+        assert view(run, option, odd) == 2
+        assert f"out is {odd}: it is not a regular file" in capfd.readouterr().err
     assert view(run, "--png", "a", "--svg", "./a") == 2
     assert "two outputs have the same name" in capfd.readouterr().err
     assert (tmp_path / "pipe").is_fifo()
@@ -213,3 +213,11 @@ def test_a_page_of_long_runs_stays_small_and_hostile_names_are_text():
     assert len(page.encode()) < 1_000_000
     assert page.count("<script") == 2  # ours: uPlot, and what calls it
     assert "Each point is the mean of 200 steps." in page
+
+
+def test_a_finetuned_model_says_what_it_was_asked_in_a_file_of_its_own(copy):
+    """Its config.json is that of a Hugging Face model."""
+    (copy / "config.json").write_text('{"model_type": "llama"}')
+    (copy / "finetune.json").write_text('{"model": "some/routed", "steps": 12}')
+    (found,) = read_runs([str(copy)])
+    assert (found.notes, found.model, found.summary["steps_asked"]) == ([], "some/routed", 12)

@@ -18,18 +18,8 @@ from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
-PART = "▏"  # for a token that begins a character, where nothing thinner can be drawn
 _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
 _LARGEST = 1e100  # beyond it the differences of two numbers may overflow
-_RELOAD = 15  # seconds between two reloads of a live page
-# Nothing is ever loaded, whatever a text or a name on the page may hold.
-_POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-)
-_READING = (
-    "Charts (by uPlot): point at one to read it, drag over it to zoom in, double-click to see all of it, click a name "
-    "to hide its line. By keyboard: the arrow keys read values, + and - zoom."
-)
 
 
 class Html(str):
@@ -80,15 +70,14 @@ def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html
     for heading, content in sections.items():
         above = f"<h2>{html(heading)}</h2>\n" if heading else ""
         parts.append(Html(f"<section>{above}{html(content)}\n</section>"))
-    style, scripts = _asset("style.css"), ""
+    style, scripts = _asset("style.css"), Html("")
     if any(" data-chart=" in html(part) for part in parts):
-        parts.append(Html(f"<footer>{paragraph(_READING)}</footer>"))
+        parts.append(fill("footer"))
         style = _asset("vendor/uPlot.min.css") + style
-        scripts = f"<script>/*\n{_asset('vendor/uPlot.LICENSE')}\n*/\n{_asset('vendor/uPlot.iife.min.js')}</script>"
-        scripts += script("charts.js")
-    reload = f'<meta http-equiv="refresh" content="{_RELOAD}">\n' if live else ""
-    markup = {"reload": Html(reload), "policy": Html(_POLICY), "style": Html(style), "scripts": Html(scripts)}
-    return fill("page", title=title, body=join(parts), **markup)
+        uplot = f"/*\n{_asset('vendor/uPlot.LICENSE')}\n*/\n{_asset('vendor/uPlot.iife.min.js')}"
+        scripts = Html(f"<script>{uplot}</script>{script('charts.js')}")
+    reload = fill("reload") if live else ""
+    return fill("page", title=title, reload=reload, style=Html(style), body=join(parts), scripts=scripts)
 
 
 @cache
@@ -166,12 +155,8 @@ def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = Fal
     name, points = named
     low = 1 / _LARGEST if log_x else -_LARGEST
     known = sorted((x, n, y if abs(y) < _LARGEST else None) for n, (x, y) in enumerate(points) if low < x < _LARGEST)
-    found = [(_short_number(x), None if y is None else _short_number(y)) for x, _, y in known]
+    found = [(float(f"{x:.6g}"), None if y is None else float(f"{y:.6g}")) for x, _, y in known]
     return {"kind": kind, "colour": colour, "name": isolated(name), "points": found}
-
-
-def _short_number(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def _chart(title: str, about: str, chart: dict[str, Any]) -> Html:
@@ -224,8 +209,8 @@ class Piece(NamedTuple):
 
     @property
     def heading(self) -> str:
-        """Text that fits above a column: the characters of the token, or a sign that it begins one."""
-        return PART if self.part else visible(self.text)
+        """Text that fits above a column: the characters of the token, or a thin sign that it begins one."""
+        return "▏" if self.part else visible(self.text)
 
 
 def pieces(tokens: Sequence[str]) -> list[Piece]:

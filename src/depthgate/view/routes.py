@@ -27,7 +27,6 @@ from depthgate.view.experts import (
 )
 from depthgate.view.page import Html, count, isolated, pieces, visible
 
-_BINS = 24
 _LAYERS = (
     "Rule right: for how many tokens the causal rule (the predictor, where that is the rule) says what the top k says "
     "of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the top k, "
@@ -278,12 +277,8 @@ def _histograms(found: Routes) -> Html:
     drawn = []
     for layer, row in zip(found.layers, found.scores, strict=True):
         if scores := [score for score in row if math.isfinite(score)]:
-            low, high = min(scores), max(scores)
-            low, high = (low, high) if low < high else (low - 0.5, high + 0.5)
-            step, counts = (high - low) / _BINS, [0.0] * _BINS
-            for score in scores:
-                counts[min(_BINS - 1, int((score - low) / step))] += 1
-            bars = {low + (i + 0.5) * step: many for i, many in enumerate(counts)}
+            counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
+            bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
             about = f"How many of {count(len(scores), 'token')} have which score."
             drawn.append(pages.bar_chart(f"Layer {layer}", about, bars, "tokens", x="router score"))
     return pages.row(drawn or [pages.paragraph("No score is a finite number.")])

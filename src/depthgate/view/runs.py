@@ -15,7 +15,8 @@ from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.view.page import Html, isolated, short
 
-METRICS, CONFIG, REPORT = "metrics.jsonl", "config.json", "report.html"
+METRICS, REPORT = "metrics.jsonl", "report.html"
+_CONFIGS = ("finetune.json", "config.json")  # with the first, the second is that of a Hugging Face model
 LAST = 20  # steps that the loss at the end is the mean of
 _MOST = 1e100  # sums of larger numbers overflow
 AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the largest first
@@ -51,6 +52,8 @@ class Run:
     def model(self) -> str:
         """The trained model in a few words."""
         m = self.asked.get("model", {})
+        if isinstance(m, str):  # the folder of a Hugging Face model
+            return short(m)
         try:
             routed = f", capacity {m['capacity']:g}" if "mod" in str(m["pattern"]) or m["pattern"] == "random" else ""
             return short(f"{m['layers']} x {m['dim']}, {m['pattern']}{routed}")
@@ -85,7 +88,7 @@ def read_runs(folders: Sequence[str | Path], started: bool = False) -> list[Run]
             raise DepthgateError(
                 f"{path} is not a folder: give a run of `depthgate train` (--model shows what a model does)"
             )
-        if not (path / METRICS).is_file() and not (started and "steps" in _asked(path / CONFIG, [])):
+        if not (path / METRICS).is_file() and not (started and "steps" in _asked(path, [])):
             raise DepthgateError(f"{path} is not a run: it has no {METRICS}, which `depthgate train` writes")
     parts = [path.absolute().parts for path in paths]
     depth = next((n for n in range(1, max(map(len, parts))) if len({p[-n:] for p in parts}) == len(parts)), None)
@@ -122,7 +125,7 @@ def _read(path: Path, name: str) -> Run:
         notes.append(f"{len(bad)} of the lines of {METRICS} cannot be read, and are left out: {some}")
     if not rows:
         notes.append("no step is recorded yet")
-    return Run(name, rows, _asked(path / CONFIG, notes), notes)
+    return Run(name, rows, _asked(path, notes), notes)
 
 
 def _row(line: bytes) -> Row | None:
@@ -147,10 +150,12 @@ def _number(value: Any, missing: bool = False) -> Any:
     return value
 
 
-def _asked(path: Path, notes: list[str]) -> Row:
+def _asked(folder: Path, notes: list[str]) -> Row:
+    """The options of a run."""
+    path = next((folder / name for name in _CONFIGS if (folder / name).exists()), folder / _CONFIGS[-1])
     try:
         found = json.loads(path.read_bytes())
-        if isinstance(found, dict) and isinstance(found.get("model", {}), dict):
+        if isinstance(found, dict) and isinstance(found.get("model", ""), dict | str):
             if type(steps := found.pop("steps", None)) is int:
                 return {**found, "steps": steps}
             notes.append(f"{path.name} does not say in a whole number how many steps were asked for")
