@@ -92,7 +92,7 @@ YAML = {
     "": "Unexpected config",
     "just text": "Unexpected config",
     "{unclosed": "Problems parsing config",
-    'out: "a\\0b"': "no folder has such a name",
+    'out: "a\\0b"': "a folder cannot have such a name",
     "x: !!python/object/apply:os.mkdir [PLANTED]": "python/object/apply",
     "!!python/object/apply:os.mkdir [PLANTED]": "python/object/apply",
     "!!python/name:os.system": "python/name",

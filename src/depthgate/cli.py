@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -41,10 +42,10 @@ _usual_loader = get_loader("yaml")
 
 def _load_yaml(text: str) -> Any:
     """Options as yaml. PyYAML crashes on text that is nested too deep, and references can unfold to gigabytes."""
-    depth = 0
+    depth = 10 if len(text) > 2**16 else 0
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if len(text) > 2**16 or depth > 9 or isinstance(event, yaml.AliasEvent):
+        if depth > 9 or isinstance(event, yaml.AliasEvent):
             raise yaml.YAMLError("it is too large, too deep or has references")
     return _usual_loader(text)
 
@@ -78,6 +79,7 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
     return parser
 
 
+@cache
 def build_parser(start: str = TrainConfig.preset) -> ArgumentParser:
     """The whole command line; `start` names the preset that `train` begins from."""
     about = "Mixture-of-Depths, MoDE and Soft MoE for PyTorch"
