@@ -51,18 +51,29 @@ def test_a_file_holds_every_document_and_its_end(tmp_path_factory, texts):
 class Wide(ByteTokenizer):
     """Ids beyond 16 bits."""
 
-    vocab = 2**31 + 300
     end = 2**31 + 299
+
+    def __init__(self):
+        super().__init__()
+        self.vocab = 2**31 + 300
 
     def encode_many(self, texts):
         return [[2**31 + i for i in ids] for ids in super().encode_many(texts)]
 
 
+class Narrow(ByteTokenizer):
+    """The largest id of 16 bits."""
+
+    end = 2**16 - 1
+
+    def __init__(self):
+        super().__init__()
+        self.vocab = 2**16
+
+
 def test_large_ids_are_kept_in_32_bits_and_ids_near_2_to_16_in_16(tmp_path):
     assert contents(everything(saved(tmp_path, ["ab"], Wide())))[0] == [2**31 + 97, 2**31 + 98, 2**31 + 299]
-    narrow = ByteTokenizer()
-    narrow.vocab, narrow.end = 2**16, 2**16 - 1
-    file = saved(tmp_path, ["ab"], narrow)
+    file = saved(tmp_path, ["ab"], Narrow())
     assert contents(everything(file))[0] == [97, 98, 2**16 - 1]
     assert file.ids.dtype is torch.int16
 

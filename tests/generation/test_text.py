@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, HFTokenizer
+from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, TextTokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.text import TextStream
 
@@ -16,6 +16,7 @@ class Joined(ByteTokenizer):
     """Ids that are places in a list of byte strings."""
 
     def __init__(self, chunks):
+        super().__init__()
         self.chunks = chunks
 
     def decode_bytes(self, ids):
@@ -151,7 +152,7 @@ def llama_like():
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
     inner.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-    return HFTokenizer(inner, END), {t: i for i, t in enumerate(tokens)}
+    return TextTokenizer(inner, END), {t: i for i, t in enumerate(tokens)}
 
 
 def test_tokens_that_need_their_neighbours_are_decoded_with_them():

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -24,70 +24,7 @@ _LARGEST = 2**27  # bytes of a tokenizer.json
 _TRAINED_ON = 2**26  # characters a BPE is trained on: more would change few of its merges, and take minutes
 
 
-class TextTokenizer(Protocol):
-    """A tokenizer as training, evaluation and generation use it."""
-
-    vocab: int  # the number of ids
-
-    @property
-    def end(self) -> int:
-        """The id that ends a document."""
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of several texts, without ends."""
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids. For byte-level tokenizers those of a list are those of its parts, joined: a stream may be
-        decoded part by part through `codecs.getincrementaldecoder("utf-8")`."""
-
-    def token_text(self, token: int) -> str:
-        """Text of one token, which may be a part of a character: its bytes are then surrogates, so that the texts of
-        several tokens can be joined."""
-
-    def fingerprint(self) -> str:
-        """A text that is the same for tokenizers that give the same ids."""
-
-    def save(self, folder: str | Path) -> None:
-        """Write the files that `load_tokenizer` reads."""
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, without an end."""
-        return self.encode_many([text])[0]
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; what is not UTF-8 becomes U+FFFD, ends become nothing."""
-        return self.decode_bytes(ids).decode(errors="replace")
-
-    def bytes_of(self, ids: Iterable[int]) -> int:
-        """Bytes of text that the ids stand for: the denominator of bits per byte."""
-        return len(self.decode_bytes(ids))
-
-
-class ByteTokenizer(TextTokenizer):
-    """A tokenizer whose ids are bytes; 256 ends a document."""
-
-    vocab = 257
-    end = 256
-
-    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(_utf8(text)) for text in texts]
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        return bytes(i for i in _checked(ids, self.vocab) if i < 256)
-
-    def token_text(self, token: int) -> str:
-        return END if token == self.end else self.decode_bytes([token]).decode(errors="surrogateescape")
-
-    def fingerprint(self) -> str:
-        return "bytes-1"
-
-    def save(self, folder: str | Path) -> None:
-        inner = _byte_level({char: byte for byte, char in enumerate(_alphabet())})
-        inner.add_special_tokens([AddedToken(END, special=True, normalized=False)])
-        HFTokenizer(inner, END).save(folder)
-
-
-class HFTokenizer(TextTokenizer):
+class TextTokenizer:
     """A tokenizer of the `tokenizers` package, with the token that ends a document, where it has one."""
 
     def __init__(self, inner: Tokenizer, end: str | None) -> None:
@@ -99,20 +36,10 @@ class HFTokenizer(TextTokenizer):
             raise DepthgateError(f"the end token {end!r} is not in the tokenizer's vocabulary of {len(ids)}")
         self.inner, self.end_text = inner, end
         self.vocab = max(ids.values()) + 1  # ids may have gaps
-        self._bytes = _byte_table(inner, self.vocab)
-
-    @property
-    def end(self) -> int:
-        if self.end_text is None:
-            raise DepthgateError(
-                "the tokenizer does not say which token ends a text: add eos_token to tokenizer_config.json"
-            )
-        found = self.inner.token_to_id(self.end_text)
-        assert found is not None
-        return found
+        self.token_bytes = _token_bytes(inner, self.vocab)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "HFTokenizer":
+    def from_folder(cls, folder: str | Path) -> "TextTokenizer":
         """Read tokenizer.json, and the end token that tokenizer_config.json or special_tokens_map.json names."""
         inner = read_tokenizer(Path(folder, "tokenizer.json"))
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
@@ -122,12 +49,26 @@ class HFTokenizer(TextTokenizer):
                 return cls(inner, end)
         raise DepthgateError(f"{folder} does not say which token ends a text: add eos_token to tokenizer_config.json")
 
+    @property
+    def end(self) -> int:
+        """The id that ends a document."""
+        found = None if self.end_text is None else self.inner.token_to_id(self.end_text)
+        if found is None:
+            what = "the tokenizer does not say which token ends a text"
+            raise DepthgateError(f"{what}: add eos_token to tokenizer_config.json")
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, without an end."""
+        return self.encode_many([text])[0]
+
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts, without ends."""
         pieces: list[str] = []
         owners: list[int] = []
         for owner, text in enumerate(texts):
             _utf8(text)
-            cut = list(_pieces(text)) if self._bytes else [text]
+            cut = list(_pieces(text)) if self.token_bytes else [text]
             pieces += cut
             owners += [owner] * len(cut)
         ids: list[list[int]] = [[] for _ in texts]
@@ -136,28 +77,39 @@ class HFTokenizer(TextTokenizer):
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        if self._bytes:
+        """The text of ids; what is not UTF-8 becomes U+FFFD, ends become nothing."""
+        if self.token_bytes:
             return self.decode_bytes(ids).decode(errors="replace")
         return str(self.inner.decode(list(_checked(ids, self.vocab)), skip_special_tokens=True))
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        if self._bytes:
-            return b"".join(self._bytes[i] for i in _checked(ids, self.vocab))
+        """The bytes of ids. For byte-level tokenizers those of a list are those of its parts, joined: a stream may be
+        decoded part by part through `codecs.getincrementaldecoder("utf-8")`."""
+        if self.token_bytes:
+            return b"".join(self.token_bytes[i] for i in _checked(ids, self.vocab))
         return self.decode(ids).encode()
 
+    def bytes_of(self, ids: Iterable[int]) -> int:
+        """Bytes of text that the ids stand for: the denominator of bits per byte."""
+        return len(self.decode_bytes(ids))
+
     def token_text(self, token: int) -> str:
+        """Text of one token, which may be a part of a character: its bytes are then surrogates, so that the texts of
+        several tokens can be joined."""
         piece = str(self.inner.id_to_token(token) or "")
-        if self._bytes:
-            return self._bytes[token].decode(errors="surrogateescape") or piece
+        if self.token_bytes:
+            return self.token_bytes[token].decode(errors="surrogateescape") or piece
         if byte := re.fullmatch("<0x([0-9A-F]{2})>", piece):  # SentencePiece's names of bytes
             return bytes.fromhex(byte[1]).decode(errors="surrogateescape")
         said = str(self.inner.decode([token], skip_special_tokens=False)) or piece
         return f" {said}" if piece.startswith("▁") and not said.startswith(" ") else said
 
     def fingerprint(self) -> str:
+        """A text that is the same for tokenizers that give the same ids."""
         return hashlib.sha256(f"{self.end}\n{self.inner.to_str()}".encode()).hexdigest()
 
     def save(self, folder: str | Path) -> None:
+        """Write the files that `load_tokenizer` reads."""
         config = {"eos_token": self.end_text, "tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -168,7 +120,22 @@ class HFTokenizer(TextTokenizer):
             raise DepthgateError(f"the tokenizer cannot be written to {folder}: {error.strerror}") from None
 
 
-class BPETokenizer(HFTokenizer):
+class ByteTokenizer(TextTokenizer):
+    """A tokenizer whose ids are bytes; 256 ends a document."""
+
+    def __init__(self) -> None:
+        inner = _byte_level({char: byte for byte, char in enumerate(_alphabet())})
+        inner.add_special_tokens([AddedToken(END, special=True, normalized=False)])
+        super().__init__(inner, END)
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(_utf8(text)) for text in texts]
+
+    def fingerprint(self) -> str:
+        return "bytes-1"
+
+
+class BPETokenizer(TextTokenizer):
     """Byte-level BPE: any text comes back exactly."""
 
     @classmethod
@@ -195,13 +162,12 @@ def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | Non
     """
     if saved is not None and (saved / "tokenizer.json").exists():
         return load_tokenizer(saved)
-    found: TextTokenizer
     if name == "bytes":
-        found = ByteTokenizer()
+        found: TextTokenizer = ByteTokenizer()
     elif name == "bpe":
         found = BPETokenizer.train(documents(data), check_count(vocab, "vocab", 257, MOST_IDS))
     else:
-        found = HFTokenizer.from_folder(name)
+        found = TextTokenizer.from_folder(name)
     if saved is not None:
         found.save(saved)
     return found
@@ -209,7 +175,7 @@ def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | Non
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
     """The tokenizer of a folder that `save` or Hugging Face wrote."""
-    found = HFTokenizer.from_folder(folder)
+    found = TextTokenizer.from_folder(folder)
     as_bytes = {char: byte for byte, char in enumerate(_alphabet())} | {END: 256}
     if found.inner.get_vocab() == as_bytes and found.end == 256 and not found.inner.normalizer:
         return ByteTokenizer()
@@ -270,7 +236,7 @@ def _alphabet() -> list[str]:
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
 
 
-def _byte_table(inner: Tokenizer, vocab: int) -> list[bytes]:
+def _token_bytes(inner: Tokenizer, vocab: int) -> list[bytes]:
     """The bytes of every id of a byte-level tokenizer; empty for other tokenizers, whose tokens need each other."""
     decoder = json.loads(inner.to_str()).get("decoder") or {}
     kinds = [decoder, *decoder.get("decoders", [])]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from depthgate.data.tokenizer import ByteTokenizer, HFTokenizer, TextTokenizer
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.model import Decoder
 
@@ -165,7 +165,7 @@ def pieces(tokens: Sequence[int], tokenizer: TextTokenizer, stop: Sequence[str] 
 
 def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
     """A function that takes ids one by one, and None at the end, and returns the text that each adds."""
-    if isinstance(tokenizer, ByteTokenizer) or (isinstance(tokenizer, HFTokenizer) and tokenizer._bytes):
+    if isinstance(tokenizer, TextTokenizer) and tokenizer.token_bytes:
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         return lambda token: utf8.decode(b"" if token is None else tokenizer.decode_bytes([token]), token is None)
     ids: list[int] = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from depthgate.config import EvalConfig
-from depthgate.data.tokenizer import HFTokenizer, read_tokenizer
+from depthgate.data.tokenizer import TextTokenizer, read_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
@@ -24,7 +24,7 @@ from depthgate.routing.plan import Plans, Slots
 _CONTEXT = 1024  # tokens read at once unless the caller says otherwise: the logits of a large vocabulary have to fit
 
 
-class ModelTokenizer(HFTokenizer):
+class ModelTokenizer(TextTokenizer):
     """The tokenizer in a model's folder. Texts begin with the tokens that it puts before a text, such as <s>: many
     models have never seen a text that begins differently."""
 
@@ -50,7 +50,7 @@ class HFLanguageModel:
 
     experts = (0, 0)  # none of ours
 
-    def __init__(self, model: Any, tokenizer: HFTokenizer, context: int | None = None) -> None:
+    def __init__(self, model: Any, tokenizer: TextTokenizer, context: int | None = None) -> None:
         kind = model.config.model_type.removeprefix(PREFIX)
         if kind not in FAMILIES:
             raise DepthgateError(f"the family {kind!r} is not supported: use a model of {', '.join(FAMILIES)}")

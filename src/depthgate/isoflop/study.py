@@ -10,7 +10,7 @@ from typing import Any
 from depthgate.data import sources as text
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import cache_folder, prepare
-from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
+from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, TextTokenizer, load_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import write_json
@@ -96,7 +96,7 @@ class Study:
         if name == "bytes":
             return name, ByteTokenizer().vocab
         if name != "bpe":
-            return str(Path(name).absolute()), HFTokenizer.from_folder(name).vocab
+            return str(Path(name).absolute()), TextTokenizer.from_folder(name).vocab
         folder = self.out.absolute() / TOKENIZER
         if (folder / "tokenizer.json").exists():
             return str(folder), load_tokenizer(folder).vocab
@@ -136,7 +136,7 @@ class Study:
                 self.cells = self.grid.cells()
             tokenizer = load_tokenizer(folder)
         else:
-            tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else HFTokenizer.from_folder(config.tokenizer)
+            tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else TextTokenizer.from_folder(config.tokenizer)
         shards = prepare(config.data, tokenizer, cache_folder(), config.validation)
         Packed(shards.train, config.tokens_in_sequence)  # an error where the text is too short
 
