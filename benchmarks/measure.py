@@ -1,4 +1,4 @@
-"""What the scripts in this folder share: options, the report, and the Llama of transformers that others would run."""
+"""Shared by the scripts in this folder: options, the report, and the Llama of transformers that others would run."""
 
 import argparse
 import json

@@ -86,7 +86,7 @@ def value_of(text: str) -> object:
 
 
 def quietly(work, *args) -> dict[str, object]:
-    """What a command prints as JSON."""
+    """The JSON object that a command prints last."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         code = work(*args)
@@ -96,7 +96,7 @@ def quietly(work, *args) -> dict[str, object]:
 
 
 def steps_for(config: FinetuneConfig, minutes: float, out: Path) -> dict[str, object]:
-    """How many steps of this configuration fit into so many minutes, by a short trial at the last capacity."""
+    """Steps of this configuration that fit into so many minutes, by a short trial at the last capacity."""
     trial = out / "trial"
     shutil.rmtree(trial, ignore_errors=True)
     quietly(finetune.run, replace(config, out=str(trial), steps=_TRIAL, capacity_share=0.0), True)

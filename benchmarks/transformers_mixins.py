@@ -81,7 +81,7 @@ def mixins(tree: Path) -> tuple[type, ...]:
 
 
 class Tester:
-    """What the mixins ask for: a small config, and inputs with padding."""
+    """Values that the mixins ask for: a small config, and inputs with padding."""
 
     is_training = True
     batch_size, seq_length, hidden_size = 5, 7, 32

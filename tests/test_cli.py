@@ -12,7 +12,7 @@ from depthgate.config import ModelConfig
 
 
 def shown(argv, capsys) -> str:
-    """What a command prints that ends while its options are read."""
+    """The output of a command that ends while its options are read."""
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert not caught.value.code

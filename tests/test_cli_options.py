@@ -13,7 +13,7 @@ BASE = ["train", "--data=stdlib", "--steps=3"]
 
 
 def refused(argv, capsys) -> str:
-    """What the command line says of a command that it refuses."""
+    """The message of a command line that is refused."""
     assert main(argv) == 2
     shown = capsys.readouterr()
     assert shown.out == ""

@@ -1,4 +1,4 @@
-"""What models and the verbs of the command line can be told: frozen dataclasses, strict. Imports no torch."""
+"""Options of models, of training runs and of conversions: frozen dataclasses, strict. Imports no torch."""
 
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -317,7 +317,7 @@ class ConvertConfig(Options):
         probe: tokens of each of the two sequences that the converted model is compared on with the dense one; they come
             after as many as its window of attention holds, if that is 1024 at most
         seed: seed of those sequences
-        to: of a run, the family it must become: llama, or qwen3 (where it normalises queries and keys)
+        to: family that a run must become: llama, or qwen3 (where it normalises queries and keys)
     """
 
     model: str

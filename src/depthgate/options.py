@@ -1,4 +1,4 @@
-"""How an option is declared: a field of a frozen dataclass that carries its own limits. Imports no torch.
+"""Declarations of options: each is a field of a frozen dataclass that carries its own limits. Imports no torch.
 
 steps: int = count(1000)  # a whole number from 1
 schedule: str = choice("cosine", ("cosine", "wsd"))
@@ -95,7 +95,7 @@ class Options:
 
 
 def whole_numbers(given: str | int, name: str, what: str = "whole numbers separated by commas") -> list[int]:
-    """ "1,3,5" as [1, 3, 5]."""
+    """The numbers of a text such as 1,3,5."""
     try:
         return [int(part) for part in str(given).split(",")]
     except ValueError:
