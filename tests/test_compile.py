@@ -1,7 +1,7 @@
 """Compiled equals eager, with fullgraph, forward and backward; shapes may change (row 39 of docs/reliability.md).
 
-Tracing, its decompositions and the split into forward and backward are those of inductor for every layer. Its C++, which
-takes seconds a layer to build, is made for two; training and the tests on a GPU build it for the others.
+Every layer is traced, decomposed and split into forward and backward as inductor does it. The C++ of inductor, which
+takes seconds a layer to build, is made for two; the tests of training and those on a GPU build it for others.
 """
 
 import pytest
@@ -10,7 +10,6 @@ import torch
 import depthgate as dg
 from tests.conftest import close
 from tests.zoo import LAYERS, D, build, gradients, loss
-
 
 TRACED = "aot_eager_decomp_partition"
 CASES = [*((name, TRACED) for name in LAYERS), ("mod", "inductor"), ("moe tokens", "inductor")]
