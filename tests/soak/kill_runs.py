@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.train.tiny import same, words, write_data
 
 FRESH, POLITE = 20, 5  # every so many rounds: a new interpreter; SIGTERM first
-LONGEST = 1.2  # seconds until the kill; starting takes about a third of it
 
 
 def forked(argv: list[str]) -> int:
@@ -104,7 +103,7 @@ def check(run: Path, reached: int) -> tuple[int, bool]:
     return step, left
 
 
-def soak(folder: Path, rounds: int, seed: int) -> str:
+def soak(folder: Path, rounds: int, seed: int, longest: float) -> str:
     rng = random.Random(seed)
     run, data = folder / "run", write_data(folder / "text.jsonl")
 
@@ -117,7 +116,7 @@ def soak(folder: Path, rounds: int, seed: int) -> str:
         fresh, polite = number % FRESH == FRESH // 2, number % POLITE == POLITE - 1
         start: Callable[[list[str]], int] = started if fresh else forked
         child = start(command(run, 10**6, "--resume"))
-        alone = kill(child, rng, LONGEST + 3 * fresh, polite)
+        alone = kill(child, rng, longest + 3 * fresh, polite)
         kills, by_itself = kills + (not alone), by_itself + alone
         before = reached
         reached, left = check(run, reached) if run.exists() else (reached, False)
@@ -138,6 +137,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--longest", type=float, default=1.2, help="seconds until a kill; starting takes a third of it")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has none of its parent's threads
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +146,7 @@ def main() -> int:
             screen = os.dup(2)
             os.dup2(log.fileno(), 2)  # the progress of every child
             try:
-                result = soak(Path(folder), options.rounds, options.seed)
+                result = soak(Path(folder), options.rounds, options.seed, options.longest)
             except BaseException:
                 os.dup2(screen, 2)
                 sys.stderr.write((Path(folder) / "log").read_text()[-3000:])

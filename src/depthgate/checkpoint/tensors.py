@@ -75,22 +75,22 @@ def by_group(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
 
 def check(groups: Mapping[str, Mapping[str, Tensor]]) -> int:
     """Refuse what safetensors cannot hold; returns the bytes of all tensors."""
+    size = 0
     for group, tensors in groups.items():
-        named = FILE_NAME.fullmatch(f"{group}{SUFFIX}") if isinstance(group, str) else None
-        if not named or named[2]:
+        match = FILE_NAME.fullmatch(f"{group}{SUFFIX}") if isinstance(group, str) else None
+        if not match or match[2]:
             what = "use letters, digits, _ and -, at most 64, and no -00001-of-00002 at the end"
             raise DepthgateError(f"tensors has the group {group!r}: {what}")
-        for name, tensor in tensors.items():
-            text = isinstance(name, str) and name.encode(errors="replace").decode() == name
-            if not text or name == "__metadata__":
+        for name, t in tensors.items():
+            if not isinstance(name, str) or name == "__metadata__" or name.encode(errors="replace").decode() != name:
                 raise DepthgateError(f"{group} has a tensor named {name!r}: rename it to text other than __metadata__")
-            if not isinstance(tensor, Tensor):
-                raise DepthgateError(f"{group}[{name!r}] is a {type(tensor).__name__}, not a tensor: put it into state")
-            if tensor.is_meta or tensor.is_nested or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-                kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
-                what = "only dense tensors of the safetensors dtypes can be saved"
-                raise DepthgateError(f"{group}[{name!r}] is {kind}: {what}")
-    return sum(tensor.numel() * tensor.dtype.itemsize for named in groups.values() for tensor in named.values())
+            if not isinstance(t, Tensor):
+                raise DepthgateError(f"{group}[{name!r}] is a {type(t).__name__}, not a tensor: put it into state")
+            if t.is_meta or t.is_nested or t.layout != torch.strided or t.dtype not in DTYPES:
+                kind = f"{t.dtype}, {t.layout}, on {t.device}"
+                raise DepthgateError(f"{group}[{name!r}] is {kind}: it cannot be saved as safetensors")
+            size += t.numel() * t.dtype.itemsize
+    return size
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any] | None = None) -> None:
@@ -151,9 +151,8 @@ def index(files: Mapping[Path, Any]) -> dict[str, Whole]:
     """The tensors in all open files of a group, if their headers fit together."""
     found: dict[str, Whole] = {}
     for path, file in files.items():
-        metadata = file.metadata() or {}
+        metadata, names = file.metadata() or {}, set(file.keys())
         aliases = from_json(metadata.get(ALIASES, "{}"), path)
-        names = set(file.keys())
         for name, owner in aliases.items():
             if name in names or not isinstance(owner, str) or owner not in names:
                 raise damaged(path, f"ties {name[:99]!r} to a tensor that it does not have")
@@ -162,13 +161,20 @@ def index(files: Mapping[Path, Any]) -> dict[str, Whole]:
         for name in sorted(names | aliases.keys()):
             held = file.get_slice(owner := aliases.get(name, name))
             dtype, shape = held.get_dtype(), held.get_shape()
-            first, whole_shape = (0, shape) if places is None else _place(name, shape, places.get(name), path)
-            whole = found.setdefault(name, Whole(dtype, whole_shape, []))
-            if (whole.dtype, whole.shape) != (dtype, whole_shape):
+            first, full = (0, shape) if places is None else _place(name, shape, places.get(name), path)
+            whole = found.setdefault(name, Whole(dtype, full, []))
+            if (whole.dtype, whole.shape) != (dtype, full):
                 raise damaged(path, f"has another dtype or shape for tensor {name[:99]!r} than the files before it")
             whole.pieces.append(Piece(path, file, owner, first, _rows(shape)))
     for name, whole in found.items():
-        _check_order(name, whole)
+        end = 0
+        whole.pieces.sort(key=lambda piece: (piece.first, piece.rows))
+        for piece in whole.pieces:
+            if piece.rows and piece.first != end:
+                raise damaged(piece.path, f"leaves a gap or an overlap in the rows of tensor {name[:99]!r}")
+            end += piece.rows
+        if end != _rows(whole.shape):
+            raise damaged(whole.pieces[-1].path, f"is not the last: rows of tensor {name[:99]!r} are missing")
     return found
 
 
@@ -180,24 +186,12 @@ def _rows(shape: list[int]) -> int:
 def _place(name: str, shape: list[int], claim: Any, path: Path) -> tuple[int, list[int]]:
     """The first row's number and the shape of the whole tensor, as a header claims them for a piece of this shape."""
     match claim:
-        case {"saved_offsets": [*offsets], "shape": [*whole]} if len(offsets) == len(whole) == len(shape):
-            first = offsets[0] if offsets else 0
-            fits = all(type(n) is int and n >= 0 for n in offsets + whole) and not any(offsets[1:])
-            if fits and whole[1:] == shape[1:] and first + _rows(shape) <= _rows(whole):
-                return first, whole
+        case {"saved_offsets": [*offsets], "shape": [*full]} if len(offsets) == len(full) == len(shape):
+            if all(type(n) is int and n >= 0 for n in offsets + full) and not any(offsets[1:]):
+                first = offsets[0] if offsets else 0
+                if full[1:] == shape[1:] and first + _rows(shape) <= _rows(full):
+                    return first, full
     raise damaged(path, f"has an impossible place for tensor {name[:99]!r}")
-
-
-def _check_order(name: str, whole: Whole) -> None:
-    """Sort the pieces; their rows must be all rows, each once."""
-    whole.pieces.sort(key=lambda piece: (piece.first, piece.rows))
-    end = 0
-    for piece in whole.pieces:
-        if piece.rows and piece.first != end:
-            raise damaged(piece.path, f"leaves a gap or an overlap in the rows of tensor {name[:99]!r}")
-        end += piece.rows
-    if end != _rows(whole.shape):
-        raise damaged(whole.pieces[-1].path, f"is not the last: rows of tensor {name[:99]!r} are missing")
 
 
 def read(whole: Whole, first: int = 0, rows: int | None = None) -> Tensor:
