@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from depthgate.errors import DepthgateError
-from depthgate.view.runs import curve, read_runs, runs_page, unit
+from depthgate.view.runs import curve, read_runs, runs_page, unit, write_report
 from tests.train.tiny import rows
 from tests.view.pages import a_run, view
 
@@ -136,14 +136,12 @@ def test_runs_have_names_that_tell_them_apart(copy, tmp_path):
         read_runs([str(copy), str(copy)])
 
 
-def test_a_run_that_has_just_started_can_be_watched(copy):
+def test_a_run_that_has_just_started_has_a_report_and_no_page(copy):
     (copy / "metrics.jsonl").unlink()
-    with pytest.raises(DepthgateError, match="has no metrics"):
+    with pytest.raises(DepthgateError, match="is not a run: it has no metrics"):
         read_runs([str(copy)])
-    assert read_runs([str(copy)], started=True)[0].notes == ["no step is recorded yet"]
-    (copy / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(DepthgateError, match="is not a run"):
-        read_runs([str(copy)], started=True)
+    write_report(copy, live=True)
+    assert "no step is recorded yet" in (copy / "report.html").read_text()
 
 
 def test_names_of_folders_are_text_everywhere(copy, tmp_path, capfd):

@@ -88,7 +88,7 @@
       scales: { x: { time: false, distr: chart.logX ? 3 : 1, range: across(chart) }, y: { range: upright(chart) } },
       axes: [
         { ...axis, label: chart.x || undefined, size: 30, labelSize: 20, labelGap: 2, grid: { show: false }, ...(chart.logX && { filter: few }), ...named },
-        { ...axis, label: chart.y, labelSize: 20, grid: { stroke: line, width: 1 }, size: (_, marks) => 14 + 7.5 * Math.max(2, ...(marks ?? []).map((mark) => String(mark).length)) },
+        { ...axis, label: chart.y, labelSize: 20, grid: { stroke: line, width: 1 }, size: (_, marks) => 18 + 7.5 * Math.max(2, ...(marks ?? []).map((mark) => String(mark).length)) },
       ],
       series: [{}, ...chart.series.map((each) => drawn(each, chart))],
     };

@@ -79,16 +79,15 @@ class Run:
         }
 
 
-def read_runs(folders: Sequence[str | Path], started: bool = False) -> list[Run]:
-    """Runs under names that tell them apart: those of their folders, with as much of the path as that takes.
-    `started`: they may have nothing but a configuration yet."""
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Runs under names that tell them apart: those of their folders, with as much of the path as that takes."""
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
             raise DepthgateError(
                 f"{path} is not a folder: give a run of `depthgate train` (--model shows what a model does)"
             )
-        if not (path / METRICS).is_file() and not (started and "steps" in _asked(path, [])):
+        if not (path / METRICS).is_file():
             raise DepthgateError(f"{path} is not a run: it has no {METRICS}, which `depthgate train` writes")
     parts = [path.absolute().parts for path in paths]
     depth = next((n for n in range(1, max(map(len, parts))) if len({p[-n:] for p in parts}) == len(parts)), None)
@@ -225,14 +224,11 @@ def write_report(folder: Path, live: bool) -> None:
     """Keep report.html in a run's folder; while the run is `live` the page reloads itself. A report that cannot be
     written does not stop the run."""
     with suppress(OSError, DepthgateError):
-        runs = read_runs([folder], started=True)
-        state = (
-            "The run is going on, and this page reloads itself. If it does not change any more, the run was killed."
-            if live
-            else "The run has ended."
-        )
+        run = _read(folder, short(folder.absolute().name))
+        going = "The run is going on, and this page reloads itself. If it does not change any more, the run was killed."
+        state = going if live else "The run has ended."
         written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC. {state}"
-        replace(folder / REPORT, runs_page(runs, pages.paragraph(written), live))
+        replace(folder / REPORT, runs_page([run], pages.paragraph(written), live))
 
 
 def runs_page(runs: Sequence[Run], about: Html | None = None, live: bool = False) -> Html:
