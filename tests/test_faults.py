@@ -1,6 +1,6 @@
 """Faults that hold for every layer: precision, determinism, strides, autograd modes, checkpointing, copies, threads.
 
-The numbers are rows of the project's table of faults.
+The numbers are rows of the table in docs/reliability.md.
 """
 
 import copy

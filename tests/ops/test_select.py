@@ -1,14 +1,16 @@
 """The choice of tokens against its naive twin, on anything hypothesis thinks of."""
 
 import math
+import warnings
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthgate.errors import DepthgateWarning
 from depthgate.flops import budget
-from depthgate.ops import reference
+from depthgate.ops import reference, select
 from depthgate.ops.select import compact, top_k, top_of_documents
 
 # Few distinct values, so that ties are the rule; and every kind of odd float.
@@ -94,3 +96,13 @@ def test_padding_loses_to_nan():
     scores = torch.tensor([[5.0, math.nan, 4.0]])[:, None]
     chosen = top_of_documents(scores, torch.tensor([[False, True, False]]), None, 1.0)
     assert chosen[0, 0].tolist() == [False, True, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton works where there is a GPU")
+def test_without_triton_there_is_one_warning(monkeypatch):
+    monkeypatch.setattr(select, "_works", None)
+    with pytest.warns(DepthgateWarning, match="Triton does not work here .* tokens are chosen by sorting"):
+        assert not select._triton_works()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not select._triton_works()

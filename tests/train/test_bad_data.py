@@ -1,4 +1,5 @@
-"""Data that cannot be trained on or measured: an error before step 0, and the same command, mended, works (row 44)."""
+"""Data that cannot be trained on or measured: an error before step 0, and the same command, mended, works (row 44 of
+docs/reliability.md)."""
 
 import gzip
 import json

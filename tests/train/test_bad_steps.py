@@ -1,4 +1,5 @@
-"""Losses and gradients that are not finite: a step that has them changes nothing, many end the run (rows 17, 18)."""
+"""Losses and gradients that are not finite: a step that has them changes nothing, many end the run (rows 17 and 18 of
+docs/reliability.md)."""
 
 import math
 from itertools import pairwise

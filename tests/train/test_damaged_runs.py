@@ -1,5 +1,5 @@
 """--resume on a run whose files were damaged: the checkpoint before is used, by name, and the end is the same bit for
-bit; what cannot be mended is refused, and nothing is overwritten (rows 4 to 9 of the table of faults)."""
+bit; what cannot be mended is refused, and nothing is overwritten (rows 4 to 9 of docs/reliability.md)."""
 
 import json
 import shutil

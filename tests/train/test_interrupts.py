@@ -1,5 +1,5 @@
 """Runs that are stopped, at any moment and in any way, and go on: the end is as if nothing had happened (rows 1, 2,
-12 to 15 and 45 of the table of faults)."""
+12 to 15 and 45 of docs/reliability.md)."""
 
 import os
 import signal

@@ -1,5 +1,5 @@
 """Places that cannot be written or read, full disks, streams that are closed: an error by name, nothing lost (rows 3,
-11 and 45 of the table of faults)."""
+11 and 45 of docs/reliability.md)."""
 
 import json
 import os

@@ -91,7 +91,8 @@ def test_equals_the_step_written_out(accumulate, rule):
 @pytest.mark.parametrize("rule", ["scores", "predictor", "threshold"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_step_that_is_not_finite_changes_nothing(optimizer, rule, first):
-    """Row 17: no weight, moment, step count or threshold moves, on the very first step either; the next one does."""
+    """No weight, moment, step count or threshold moves, on the very first step either; the next one does (row 17 of
+    docs/reliability.md)."""
     model = ModelConfig(**{**MODEL.__dict__, "rule": rule})
     step = built(model=model, optimizer=optimizer)
     if not first:
@@ -132,7 +133,8 @@ def test_whatever_is_not_finite_stays_out_of_the_weights(where):
 
 
 def test_one_spike_is_one_skip():
-    """Row 18: a spike that is not finite is skipped once, and what follows is what it would have been without it."""
+    """A spike that is not finite is skipped once, and what follows is what it would have been without it (row 18 of
+    docs/reliability.md)."""
     spiked, smooth = built(), built()
     for seed in range(4):
         if seed == 2:
