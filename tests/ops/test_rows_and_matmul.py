@@ -48,7 +48,8 @@ def test_odd_strides_give_the_contiguous_result(odd):
 
 
 def test_more_elements_than_an_int32_counts():
-    """Row 27 of docs/reliability.md: 2^31 elements and more, as bytes so that they fit; the last rows are read where they are."""
+    """2^31 elements and more, as bytes so that they fit; the last rows are read where they are (row 27 of
+    docs/reliability.md)."""
     D, T = 1024, 2**21 + 8
     x = torch.zeros(1, T, D, dtype=torch.uint8)
     x[0, -3:] = torch.tensor([1, 2, 3], dtype=torch.uint8)[:, None]
