@@ -1,7 +1,6 @@
-"""Tiny random models of every family that can be routed, and routers that have something to say."""
+"""Tiny random models of every family that can be routed, with random routers."""
 
 import copy
-from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import transformers
 
 import depthgate as dg
+from depthgate.hf.adapter import collected_plans
 from depthgate.hf.families import FAMILIES
 
 transformers.utils.logging.set_verbosity_error()
@@ -59,20 +59,27 @@ def _dense(kind: str):
     return model.eval()
 
 
+@cache
+def _routed(kind: str, rule: str, capacity: float):
+    return with_random_routers(dg.hf.convert(dense(kind), capacity, ROUTED, rule=rule))
+
+
 def dense(kind: str, attention: str = "sdpa"):
-    """A model that nobody else holds."""
+    """A dense model that no other test holds."""
     model = copy.deepcopy(_dense(kind))
     model.set_attn_implementation(attention)
     return model
 
 
 def routed(kind: str, attention: str = "sdpa", rule: str = "scores", capacity: float = 0.25):
-    """A routed model whose routers have something to say."""
-    return with_random_routers(dg.hf.convert(dense(kind, attention), capacity, ROUTED, rule=rule))
+    """A routed model with random routers that no other test holds."""
+    model = copy.deepcopy(_routed(kind, rule, capacity))
+    model.set_attn_implementation(attention)
+    return model
 
 
 def with_random_routers(model):
-    """Their rules route about a third of the tokens, others in every row."""
+    """Draw routers at random. Their rules route about a third of the tokens, different ones in every row."""
     torch.manual_seed(11)
     rule = model.eval().config.depthgate["rule"]
     for i, layer in enumerate(dg.hf.routed_layers(model)):
@@ -97,14 +104,4 @@ def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@contextmanager
-def plans_of(model):
-    """A list that fills with the plans of all routed layers, call by call."""
-    plans = []
-    hooks = [
-        layer.depth_router.register_forward_hook(lambda _, args, plan: plans.append(plan))
-        for layer in dg.hf.routed_layers(model)
-    ]
-    yield plans
-    for hook in hooks:
-        hook.remove()
+plans_of = collected_plans
