@@ -19,7 +19,7 @@ from depthgate.commands.config import BenchConfig
 from depthgate.console import print_table
 from depthgate.data.token_file import cache_folder, everything, tokenize
 from depthgate.device import interleaved, machine, resolve_device
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError
 from depthgate.generation.engine import Engine
 from depthgate.hf.adapter import cast
 from depthgate.loading import LanguageModel, LoadedDecoder, held_out, open_model
@@ -77,18 +77,17 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     """A row for each model, batch and context; for a wrong model, one that says so."""
     models = {folder: open_model(folder, device) for folder in config.folders}
     cached = {f: _Decoder(m) if isinstance(m, LoadedDecoder) else _Transformers(m) for f, m in models.items()}
-    contexts = _contexts(config, min(each.room for each in cached.values()))
+    contexts = config.contexts(min(each.room for each in cached.values()))
     texts = {folder: _text(config, model, max(contexts)) for folder, model in models.items()}
     rows: list[dict[str, Any]] = []
     for folder, model in models.items():
-        each = cached[folder]
-        stored = next(each.net.parameters()).dtype
-        cast(each.net, torch.float32)
-        if not _right(each, model, texts[folder][:2, : _CHECKED[0]], min(_CHECKED[1], config.new_tokens)):
+        net = cached[folder].net
+        dtype = next(net.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        cast(net, torch.float32)
+        if not _right(cached[folder], model, texts[folder][:2, : _CHECKED[0]], min(_CHECKED[1], config.new_tokens)):
             rows.append({"model": folder, "error": "logits with and without a cache differ"})
             del cached[folder]
-            continue
-        cast(each.net, stored if config.dtype == "auto" else getattr(torch, config.dtype))
+        cast(net, dtype)
     for batch, context in product(config.batch_sizes, contexts):
         reads = {folder: partial(each.read, texts[folder][:batch, :context]) for folder, each in cached.items()}
         memory = {folder: _memory(each, reads[folder], device) for folder, each in cached.items()}
@@ -104,16 +103,6 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
                 row["ratios"] = {name: found[folder][name] / first[name] for name in _FIGURES}
             rows.append(row)
     return rows
-
-
-def _contexts(config: BenchConfig, room: int) -> list[int]:
-    found = config.context_sizes or [min(512, max(1, room - config.new_tokens))]
-    if max(found) + config.new_tokens > room:
-        raise InvalidValueError(
-            f"context is {max(found)}, and {config.new_tokens} new tokens follow, but a model has room for {room}: "
-            "ask for less of either"
-        )
-    return found
 
 
 def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:
@@ -143,13 +132,13 @@ def _right(cached: _Cached, model: LanguageModel, ids: Tensor, new: int) -> bool
 
 def _memory(cached: _Cached, read: partial[None], device: str) -> int:
     """Bytes of weights and of keys and values; on cuda, of all that reading and a step allocate at most."""
-    weights = sum(tensor.nbytes for tensor in {*cached.net.parameters(), *cached.net.buffers()})
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    weights: int = sum(tensor.nbytes for tensor in {*cached.net.parameters(), *cached.net.buffers()})
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     read()
     cached.step()
-    return int(weights + (torch.cuda.max_memory_allocated() - before if device == "cuda" else cached.kv_bytes()))
+    return weights + (torch.cuda.max_memory_allocated() - before if device == "cuda" else cached.kv_bytes())
 
 
 def run(config: BenchConfig, as_json: bool) -> None:

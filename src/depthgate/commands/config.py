@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from depthgate.errors import check_count
+from depthgate.errors import InvalidValueError, check_count
 from depthgate.options import DEVICES, Options, choice, count, whole_numbers
 
 
@@ -33,7 +33,7 @@ class BenchConfig(Options):
     def check_together(self) -> None:
         for batch in self.batch_sizes:
             check_count(batch, "batch")
-        for context in self.context_sizes:
+        for context in self.contexts(2**31):
             check_count(context, "context")
 
     @property
@@ -46,10 +46,14 @@ class BenchConfig(Options):
         """`batch` as numbers."""
         return whole_numbers(self.batch, "batch")
 
-    @property
-    def context_sizes(self) -> list[int]:
-        """`context` as numbers."""
-        return [] if self.context is None else whole_numbers(self.context, "context")
+    def contexts(self, room: int) -> list[int]:
+        """`context` as numbers, for models with room for so many tokens."""
+        given = min(512, max(1, room - self.new_tokens)) if self.context is None else self.context
+        found = whole_numbers(given, "context")
+        if max(found) + self.new_tokens > room:
+            new = f"{self.new_tokens} new tokens follow, but a model has room for {room}"
+            raise InvalidValueError(f"context is {given}, and {new}: ask for less of either")
+        return found
 
 
 @dataclass(frozen=True)
