@@ -1,3 +1,79 @@
-"""`depthgate demo`."""
+"""`depthgate demo`: a study of two models, Mixture-of-Depths and dense, of equal training FLOPs; with samples."""
 
-from depthgate.demo.command import run as run
+from itertools import count
+
+from depthgate.errors import InvalidValueError
+from depthgate.flops import training_flops
+from depthgate.isoflop.config import DemoConfig, IsoflopConfig, command
+from depthgate.isoflop.report import write
+from depthgate.isoflop.study import Study
+from depthgate.presets import train_config
+from depthgate.view import page as pages
+from depthgate.view.page import Html
+
+MOD, DENSE = "tiny-mod", "tiny-dense"
+TOLERANCE = 0.01  # largest difference of the two runs' FLOPs
+SAMPLED = 300  # tokens of each sample, at most
+TITLE = "depthgate demo: Mixture-of-Depths and dense at equal training FLOPs"
+
+
+def run(config: DemoConfig, as_json: bool) -> None:
+    """Train both models unless that is done; print a table, or one JSON object, and write the report."""
+    study = Study(study_config(config), command("demo", config))
+    with study.opened():
+        study.run()
+        if len(study.rows) == 2:
+            write(study, as_json, TITLE, _introduction(study))
+    study.check_failed()
+
+
+def study_config(config: DemoConfig) -> IsoflopConfig:
+    """The study of both presets at the FLOPs of so many steps of tiny-mod."""
+    preset = train_config(MOD)
+    per_step = [training_flops(train_config(name).model) for name in (MOD, DENSE)]
+
+    def difference(steps: int) -> float:
+        wanted = steps * per_step[0] / per_step[1]
+        return abs(max(1, round(wanted)) / wanted - 1)
+
+    if difference(config.steps) > TOLERANCE:
+        near = next(steps for steps in count(config.steps) if difference(steps) <= TOLERANCE)
+        raise InvalidValueError(
+            f"steps is {config.steps}: no number of steps of {DENSE} costs the same FLOPs within {TOLERANCE:.0%}; "
+            f"use --steps {near}"
+        )
+    return IsoflopConfig(
+        data=config.data,
+        out=config.out,
+        budgets=config.steps * per_step[0] * preset.batch * preset.model.context,
+        sizes=1,
+        variants=f"{MOD},{DENSE}",
+        seed=config.seed,
+        context=preset.model.context,
+        batch=preset.batch,
+        lr=preset.lr,
+        device="cpu",  # these models are too small for a GPU to help, and a CPU gives the same figures again
+        parallel=1,
+        measured=2**15,
+        measured_points=4,
+        samples=SAMPLED,
+    )
+
+
+def _introduction(study: Study) -> Html:
+    rows = {row["variant"]: row for row in study.rows}
+    mod, dense = rows[MOD], rows[DENSE]
+    about = (
+        f"Two byte-level language models, trained on {study.config.data} with the same FLOPs. {MOD} has {mod['layers']} "
+        f"layers; routers let only a small share of the tokens ({mod['capacity']:.1%} in training) through every other "
+        f"one, and the rest pass by and cost almost nothing there. {DENSE} has {dense['layers']} layers, and every token "
+        f"goes through all of them. A token costs {MOD} {mod['flops_per_token'] / dense['flops_per_token']:.2f} times as "
+        f"much, so {DENSE} is trained on {dense['tokens'] / mod['tokens']:.2f} times as many."
+    )
+    warning = (
+        f"That is one seed, two tiny models and minutes of training, measured on {mod['measured_tokens']:,} held-out "
+        "tokens. It shows the machinery at work, and is not evidence of which design is better at another size, length "
+        f"of training or seed. Nor are equal FLOPs equal time: {mod['seconds']:.0f} seconds of training here for {MOD}, "
+        f"{dense['seconds']:.0f} for {DENSE}."
+    )
+    return pages.join([pages.paragraph(about), pages.paragraph(warning)])

@@ -1,11 +1,89 @@
-"""What `depthgate isoflop` can be told. Imports no torch."""
+"""The options of `depthgate isoflop` and `depthgate demo`, and the variants that a study compares. Imports no torch."""
 
-from dataclasses import dataclass
+import difflib
+import json
+import shlex
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-from depthgate.config import check_vocab
+from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_positive
-from depthgate.isoflop.variants import Variant, parsed
+from depthgate.ops.sizes import swiglu_hidden
 from depthgate.options import DEVICES, Options, choice, count, number, positive, switch
+from depthgate.presets import PRESETS, train_config
+
+# Norms of queries and keys, and gates of one, were best in the experiments of docs/log.md.
+_DENSE = {"pattern": "dense", "qk_norm": True}
+_MOD = {**_DENSE, "pattern": "dense,mod", "capacity": 0.125, "gate": "straight_through"}
+_EXPERTS = {"experts": 8, "top_k": 2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": _DENSE,
+    "mod": _MOD,
+    "mode": {**_MOD, **_EXPERTS, "pattern": "dense,mode"},
+    "moe": {**_DENSE, **_EXPERTS, "pattern": "dense,moe"},
+    "random": {**_MOD, "pattern": "dense,random"},
+}
+# Options that the study itself decides for every cell.
+_FIXED = {
+    *("vocab", "dim", "layers", "heads", "context", "data", "out", "steps", "preset", "device", "seed", "validation"),
+    *("tokenizer", "model", "batch", "lr", "warmup", "keep", "checkpoint_every", "tracker", "workers", "dtype"),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kind of model, with the options of the model and of its training that define it. One that sets `dim` has a
+    single size; the others have one for every width."""
+
+    name: str
+    model: dict[str, Any] = field(hash=False)
+    training: dict[str, Any] = field(hash=False)
+
+    def shape(self, dim: int, vocab: int, context: int) -> ModelConfig:
+        """The model of one width: depth grows with it. A layer that most tokens skip costs little, so a variant with
+        such layers has more of them, until a token costs about as much as in the dense model of that width."""
+        pattern = self.model["pattern"].split(",")
+        share = sum(self.model.get("capacity", 1.0) if kind in ROUTED_KINDS else 1.0 for kind in pattern) / len(pattern)
+        depth = round((1.5 + dim / 48) / max(share, 0.5) / len(pattern)) * len(pattern)
+        options = {"dim": dim, "layers": max(len(pattern), depth), "heads": _heads(dim), **self.model}
+        if "experts" in self.model and "expert_hidden" not in self.model:  # as many FLOPs as a dense feed-forward
+            options["expert_hidden"] = max(8, swiglu_hidden(dim) // options.get("top_k", 2) // 8 * 8)
+        return ModelConfig(**{**options, "vocab": vocab, "context": context})
+
+
+def _heads(dim: int) -> int:
+    """Heads of about 64, or of about 32 in narrow models: with only a few heads a model learns to copy late."""
+    size = 64 if dim >= 512 else 32
+    return min((n for n in range(1, dim // 8 + 1) if dim % (2 * n) == 0), key=lambda n: abs(dim / n - size))
+
+
+def parse_variant(text: str) -> Variant:
+    """`name[:option=value]...`, where the kinds of a pattern are joined by +; or the name of a preset."""
+    name, *options = text.split(":")
+    if name not in (*VARIANTS, *PRESETS):
+        near = difflib.get_close_matches(name, VARIANTS, 1, cutoff=0.0)[0]
+        known = f"{', '.join(VARIANTS)}, and the presets"
+        raise InvalidValueError(f"variants has {name!r}: did you mean {near!r}? Known are {known}")
+    preset = name in PRESETS
+    model = dict(vars(train_config(name).model) if preset else VARIANTS[name])
+    training: dict[str, Any] = {}
+    places = {f.name: training for f in fields(TrainConfig)} | {f.name: model for f in fields(ModelConfig)}
+    given = [option.partition("=")[0] for option in options]
+    for option, key in zip(options, given, strict=True):
+        if "=" not in option or key not in places or key in _FIXED:
+            raise InvalidValueError(
+                f"variants has {text!r}: {key!r} is not an option that a variant can set, such as capacity=0.25"
+            )
+        if given.count(key) > 1:
+            raise InvalidValueError(f"variants has {text!r}: {key} stands twice, give it once")
+        value = option.partition("=")[2].replace("+", ",")
+        try:
+            places[key][key] = json.loads(value)  # a number, true or false
+        except ValueError:
+            places[key][key] = value
+    variant = Variant(text, model, training)
+    replace(TrainConfig(), model=variant.shape(model.get("dim", 64), 257, 64), **training)  # refuses bad values
+    return variant
 
 
 @dataclass(frozen=True)
@@ -18,8 +96,9 @@ class IsoflopConfig(Options):
         budgets: training FLOPs, separated by commas
         sizes: models of each variant at each budget; a minimum needs three, one is enough to try many variants
         variants: dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its
-            training, as in mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3
+            training, such as mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size
         seeds: seeds of every cell
+        seed: the first of them
         seeds_at_minimum: seeds of the best size of each variant; as many as seeds unless given
         more_sizes: sizes that may be added to a variant's curve at its open side until its minimum has higher losses on
             both sides
@@ -28,8 +107,8 @@ class IsoflopConfig(Options):
         vocab: size of a bpe tokenizer
         context: tokens of a sequence; 256 unless a budget is 1e14 or more, then 1024
         batch: sequences of a step in every cell; unless given, more of them the larger the budget
-        center: times the FLOPs a token that the middle size is expected to be best at
-        spread: FLOPs a token of a size over those of the next smaller one
+        center: the FLOPs per token of the middle size, as a multiple of those expected to be best
+        spread: FLOPs per token of a size over those of the next smaller one
         lr: learning rate of all cells, instead of the rule that gives each width and budget its own
         lr_sweep: first find a learning rate for each variant and width by trying five at the smallest budget
         device: cpu, cuda, or auto
@@ -40,6 +119,8 @@ class IsoflopConfig(Options):
         gpus: GPUs of a cell, for ray and submitit; may be a fraction with ray
         minutes: longest time of a cell, for submitit
         measured: held-out tokens that losses are measured on, about
+        measured_points: checkpoints of each cell that are measured, evenly spread and the last
+        samples: tokens to sample from the best model of each variant, for the report
         extend: go on with a study that was made for other budgets, sizes (also center and spread), variants or seeds
         dry_run: print the grid, and train nothing
     """
@@ -50,6 +131,7 @@ class IsoflopConfig(Options):
     sizes: int = count(5, maximum=99)
     variants: str = "dense,mod"
     seeds: int = count(1, maximum=99)
+    seed: int = count(0, minimum=0)
     seeds_at_minimum: int | None = count(None, maximum=99)
     more_sizes: int = count(0, minimum=0, maximum=99)
     validation: str | None = None
@@ -68,6 +150,8 @@ class IsoflopConfig(Options):
     gpus: float = number(0.0, 0, 1024)
     minutes: int = count(240, maximum=10**6)
     measured: int = count(2**17, maximum=2**40)
+    measured_points: int = count(1, maximum=99)
+    samples: int = count(0, minimum=0, maximum=2**16)
     extend: bool = False
     dry_run: bool = switch()
 
@@ -99,13 +183,47 @@ class IsoflopConfig(Options):
 
     @property
     def variant_list(self) -> list[Variant]:
-        """`variants`, each with what it sets."""
-        found = [parsed(part.strip()) for part in str(self.variants).split(",")]
+        """`variants`, each with its options."""
+        found = [parse_variant(part.strip()) for part in str(self.variants).split(",")]
         if len({variant.name for variant in found}) < len(found):
             raise InvalidValueError(f"variants is {self.variants!r}: one stands twice")
         return found
 
     @property
     def tokens_in_sequence(self) -> int:
-        """`context`, or what fits the budgets."""
+        """`context`, or the default for the budgets."""
         return self.context or (1024 if max(self.budget_list) >= 1e14 else 256)
+
+    @property
+    def seed_list(self) -> range:
+        """The seeds of every cell."""
+        return range(self.seed, self.seed + self.seeds)
+
+    @property
+    def further_seeds(self) -> range:
+        """The seeds that only the best size of each variant has."""
+        return range(self.seed + self.seeds, self.seed + (self.seeds_at_minimum or self.seeds))
+
+
+@dataclass(frozen=True)
+class DemoConfig(Options):
+    """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report.
+
+    Args:
+        out: folder of both runs and of report.html
+        steps: optimizer steps of tiny-mod; tiny-dense takes as many as cost the same
+        data: text, as for depthgate train
+        seed: seed of weights, of the order of the data, and of the samples
+    """
+
+    out: str = "runs/demo"
+    steps: int = count(250)
+    data: str = "stdlib"
+    seed: int = count(0, minimum=0)
+
+
+def command(verb: str, config: Options) -> str:
+    """The command line that gives this configuration."""
+    given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    words = (str(value).lower() if isinstance(value, bool) else str(value) for value in given.values())
+    return " ".join([f"depthgate {verb}", *(f"--{n} {shlex.quote(w)}" for n, w in zip(given, words, strict=True))])

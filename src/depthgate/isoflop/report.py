@@ -1,4 +1,4 @@
-"""What a study found: report.html, results.csv, pictures, and the same on the terminal."""
+"""Report what a study found: report.html, results.csv, pictures, and tables on the terminal."""
 
 import csv
 import json
@@ -10,59 +10,71 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
-from depthgate.isoflop.config import IsoflopConfig
-from depthgate.isoflop.estimate import Speed, duration
-from depthgate.isoflop.fit import Curve, Interval, Verdict, verdicts
-from depthgate.isoflop.grid import CELLS, Cell, described
-from depthgate.isoflop.words import alone, flops, said
+from depthgate.generation.engine import generate
+from depthgate.isoflop.fit import Curve, Interval, Verdict, baseline, verdicts
+from depthgate.isoflop.grid import CELLS
+from depthgate.isoflop.study import Speed, Study, duration
+from depthgate.loading import held_out, load
 from depthgate.view import page as pages
-from depthgate.view.page import Html
+from depthgate.view.figures import figure_bytes, new_figure
+from depthgate.view.heldout import piece, routed, routed_layers
+from depthgate.view.page import Html, line_chart, routed_text, visible
+from depthgate.view.runs import curve as metric_curve
+from depthgate.view.runs import read_runs
 
 Row = Mapping[str, Any]
+TITLE = "depthgate isoflop: models at equal training FLOPs"
+_LOSS = "causal loss, nats per token"
 _NOTE = (
-    "Losses are causal (each router decides from the token alone, as in generation), in nats a token of held-out text. "
-    "FLOPs are those of the matrix products, forward and backward, counted from the configuration, attention without "
-    "the saving of a causal mask. Best loss: the lowest point of the fitted curve; best size: the lowest mean of one. "
-    "Intervals are of 95%, by a bootstrap of the residuals of each curve."
+    "Losses are of held-out text, in nats per token. Causal: every router decides from the token alone, as in "
+    "generation; this is the figure that counts. Top k: it looks at the whole sequence, as in training. FLOPs are those "
+    "of the matrix products, forward and backward, counted from the configuration, attention without the saving of a "
+    "causal mask."
 )
+_FITTED = (
+    "Best loss: the lowest point of the fitted curve; best size: the lowest mean of one. Intervals are of 95%, by a "
+    "bootstrap of the residuals of each curve."
+)
+_SHAPE = ("budget", "variant", "layers x width", "parameters", "FLOPs per token", "tokens", "steps", "lr")
+_BEST = ("budget", "variant", "best loss", "95%", "best size", "parameters", "95% ", "forward FLOPs per token")
+_MARKERS = "osD^vP*X"
+_PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue
 
 
-_SHAPE = ("budget", "variant", "layers x width", "parameters", "FLOPs a token", "tokens")
+def short_flops(number: float) -> str:
+    """A large number in few characters: 3e15, not 3e+15."""
+    return f"{number:.3g}".replace("e+", "e")
 
 
 def _shape(row: Row) -> list[str]:
-    """What a cell is, for the columns of _SHAPE."""
-    size, weights, tokens = f"{row['layers']} x {row['dim']}", f"{row['params']:,}", f"{row['tokens']:,}"
-    return [flops(row["budget"]), row["variant"], size, weights, flops(row["flops_per_token"]), tokens]
+    """The cells of _SHAPE."""
+    size, each = f"{row['layers']} x {row['dim']}", short_flops(row["flops_per_token"])
+    counts = [f"{row['tokens']:,}", f"{row['steps']:,}", f"{row['lr']:g}"]
+    return [short_flops(row["budget"]), row["variant"], size, f"{row['params']:,}", each, *counts]
 
 
-def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool, config: IsoflopConfig) -> None:
-    """What would be run."""
+def print_grid(study: Study, as_json: bool) -> None:
+    """Print the cells that the study would run, and how long they would take."""
+    config, cells, speed = study.config, study.cells, Speed(study.rows, study.device)
     speed.probe(cells)
     seconds = [speed.seconds(cell) for cell in cells]
-    rows = [{**described(cell), "estimated_seconds": _plain(s)} for cell, s in zip(cells, seconds, strict=True)]
+    flops, rows = sum(cell.flops for cell in cells), [cell.described() for cell in cells]
     if as_json:
-        told = {"flops": sum(cell.flops for cell in cells), "estimated_seconds": _plain(sum(seconds))}
-        print(json.dumps({"cells": rows, **told}))
+        timed = [{**row, "estimated_seconds": _json_number(s)} for row, s in zip(rows, seconds, strict=True)]
+        print(json.dumps({"cells": timed, "flops": flops, "estimated_seconds": _json_number(sum(seconds))}))
         return
-    heads = (*_SHAPE, "steps", "lr", "time")
-    lines = [
-        (
-            *_shape(row),
-            f"{row['steps']:,}",
-            f"{row['lr']:g}",
-            duration(s),
-        )
-        for row, s in zip(rows, seconds, strict=True)
-    ]
-    _print_table(f"{len(cells)} cells, {sum(cell.flops for cell in cells):.3g} FLOPs", heads, lines)
+    lines = [[*_shape(row), duration(s)] for row, s in zip(rows, seconds, strict=True)]
+    _print_table(f"{len(cells)} cells, {flops:.3g} FLOPs", (*_SHAPE, "time"), lines)
     print(f"one after another: {duration(sum(seconds))}, about; nothing was trained")
+    sweep = "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)"
     more = {
-        "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)": (
-            config.lr_sweep
-        ),
+        sweep: config.lr_sweep,
         f"sizes beyond open ends (up to {config.more_sizes} for each curve)": config.more_sizes,
         f"seeds of each minimum (up to {config.seeds_at_minimum})": config.seeds_at_minimum,
     }
@@ -70,196 +82,282 @@ def print_grid(cells: Sequence[Cell], speed: Speed, as_json: bool, config: Isofl
         print(f"more cells may come: {'; '.join(asked)}")
 
 
-def write(out: Path, rows: Sequence[Row], curves: Sequence[Curve], commands: Sequence[str], as_json: bool) -> None:
-    """All files of the report, and what they say on the terminal."""
+def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = None) -> None:
+    """Write all files of the report, and print the findings. `lead`: the beginning of the page."""
+    out, rows, curves = study.out, study.rows, study.curves
     found = verdicts(curves)
+    one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
+    sentences = compared(curves) if one_size else [in_words(v) for v in found] or [_no_verdict(curves)]
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
         names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
         writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    page = _page(out, rows, curves, found, commands)
-    replace(out / "report.html", page)
-    pictures = _pictures(out, curves)
+    sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *(_strong(s) for s in sentences)])}
+    if one_size:
+        sections["Results"] = _cells(rows)
+    sections |= _fitted(curves) if not one_size else {}
+    sections |= _trained(study) | ({} if one_size else {"All cells": _cells(rows)})
+    replace(out / "report.html", pages.page(title, sections | {"How this was made": _making(study)}))
+    pictures = [] if one_size else _pictures(out, curves)
     if as_json:
         best = [_summary(curve) for curve in curves]
-        told = [{name: _plain(value) for name, value in asdict(v).items()} for v in found]
-        print(json.dumps({"cells": len(rows), "best": best, "verdicts": told, "report": str(out / "report.html")}))
+        told = [{name: _json_number(value) for name, value in asdict(v).items()} for v in found]
+        report = {"cells": len(rows), "best": best, "verdicts": told, "rows": rows}
+        print(json.dumps({**report, "report": str(out / "report.html")}))
         return
-    if curves:
+    if one_size:
+        heads, *lines = zip(*_cell_table(rows), strict=True)
+        _print_table("Results", heads, lines)
+    else:
         _print_table("The best of each variant", _BEST, [_best_line(curve) for curve in curves])
-    for verdict in found:
-        print(said(verdict))
-    if not found:
-        print(alone(curves))
-    for name in ("results.jsonl", "results.csv", *pictures, "report.html"):
-        print(out / name)
+    print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
 
 
-def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
-    from depthgate.isoflop.plots import draw
+def compared(curves: Sequence[Curve]) -> list[str]:
+    """The variant with the lowest loss at each budget of a study of single sizes, whichever it is."""
+    found = []
+    for budget in sorted({curve.budget for curve in curves}):
+        best, *others = sorted((c for c in curves if c.budget == budget), key=lambda c: c.loss)
+        losses = " and ".join(f"{each.loss:.3f}" for each in others)
+        if not others:
+            said = f"{best.variant} has the causal loss {best.loss:.3f} nats per token"
+        elif f"{best.loss:.3f}" == f"{others[0].loss:.3f}":
+            said = f"{best.variant} and {others[0].variant} have the same causal loss: {best.loss:.3f} nats per token"
+        else:
+            said = f"{best.variant} has the lowest causal loss: {best.loss:.3f} against {losses} nats per token"
+        found.append(f"At {short_flops(budget)} FLOPs {said}.")
+    return found
 
-    names = ["curves.png", "curves.svg"]
-    try:
-        draw(curves, [out / name for name in names])
-    except DepthgateError as error:
-        print(f"no pictures for papers: {error}", file=sys.stderr)
-        return []
-    return names
+
+def in_words(verdict: Verdict) -> str:
+    """A verdict as a sentence."""
+    start = f"{verdict.variant} against dense at {short_flops(verdict.budget)} FLOPs"
+    if verdict.refused:
+        return f"{start}: no verdict, {verdict.refused}."
+    lower = "lower" if verdict.gain >= 0 else "higher"
+    parts, about = [f"best loss {abs(verdict.gain):.2%} {lower}{_between(verdict.gain_interval, 'gain', '.2%')}"], ""
+    if verdict.gain_interval is None:
+        parts.append(f"no interval: {verdict.no_interval}")
+        about = "as an estimate alone, "
+    elif verdict.gain_interval[0] <= 0 <= verdict.gain_interval[1]:
+        return f"{start}: {parts[0]}: the difference is not significant."
+    if math.isfinite(verdict.forward_saving):
+        less = _fewer(verdict.forward_saving, verdict.forward_interval)
+        parts.append(f"{about}a forward pass of its smallest model with dense's best loss takes {less}")
+    else:
+        parts.append("no size of it reaches dense's best loss")
+    if math.isfinite(verdict.training_saving):
+        less = _fewer(verdict.training_saving, verdict.training_interval)
+        beyond = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
+        parts.append(f"{about}to reach dense's best loss, training takes {less}{beyond}")
+    return f"{start}: {'; '.join(parts)}."
 
 
-def _plain(value: Any) -> Any:
-    """As JSON has it."""
+def _no_verdict(curves: Sequence[Curve]) -> str:
+    dense = baseline({curve.variant for curve in curves})
+    return f"No verdict: {'there is only dense' if dense else 'there is no dense to compare with'}."
+
+
+def _fewer(saving: float, found: Interval) -> str:
+    return f"{abs(saving):.0%} {'fewer' if saving >= 0 else 'more'} FLOPs{_between(found, 'saving', '.0%')}"
+
+
+def _between(found: Interval, what: str, form: str) -> str:
+    return "" if found is None else f" ({what} {found[0]:{form}} to {found[1]:{form}})"
+
+
+def _json_number(value: Any) -> Any:
+    """A value that JSON can hold: None for nan and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _summary(curve: Curve) -> dict[str, Any]:
+    names = ("budget", "variant", "loss_interval", "params_interval", "bracketed", "open_because", "no_interval")
+    found = {"loss": curve.loss, "params": curve.params, "forward_flops_per_token": curve.forward_flops(curve.params)}
     return {
-        "budget": curve.budget,
-        "variant": curve.variant,
+        **{name: getattr(curve, name) for name in names},
+        **(found if curve.bracketed else dict.fromkeys(found)),
         "lowest": curve.lowest[1],
-        "loss": curve.loss if curve.bracketed else None,
-        "loss_interval": curve.loss_interval,
-        "params": curve.params if curve.bracketed else None,
-        "params_interval": curve.params_interval,
-        "forward_flops_per_token": _forward(curve) if curve.bracketed else None,
-        "bracketed": curve.bracketed,
-        "why": curve.why,
-        "no_interval": curve.no_interval,
     }
-
-
-def _forward(curve: Curve) -> float:
-    return curve.forward_flops(curve.params) if len(curve.costs) > 1 else curve.costs[0][1]
-
-
-_BEST = (
-    "budget",
-    "variant",
-    "best loss",
-    "95%",
-    "best size",
-    "parameters",
-    "95% ",
-    "forward FLOPs a token",
-    "bracketed",
-)
 
 
 def _best_line(curve: Curve) -> list[str]:
+    """The cells of _BEST."""
+
     def span(found: Interval, form: str) -> str:
         return "-" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
 
-    return [
-        flops(curve.budget),
-        curve.variant,
-        *(
-            [
-                f"{curve.loss:.4f}",
-                span(curve.loss_interval, ".4f"),
-                f"{curve.lowest[1]:.4f}",
-                f"{curve.params:,.0f}",
-                span(curve.params_interval, ",.0f"),
-                flops(_forward(curve)),
-                "both sides",
-            ]
-            if curve.bracketed
-            else [f"below {curve.lowest[1]:.4f}", "-", f"{curve.lowest[1]:.4f}", "-", "-", "-", "no"]
-        ),
-    ]
+    start, lowest = [short_flops(curve.budget), curve.variant], f"{curve.lowest[1]:.4f}"
+    if not curve.bracketed:
+        return [*start, f"below {lowest}", "-", lowest, "-", "-", f"- ({curve.open_because})"]
+    loss, forward = span(curve.loss_interval, ".4f"), short_flops(curve.forward_flops(curve.params))
+    return [*start, f"{curve.loss:.4f}", loss, lowest, f"{curve.params:,.0f}", span(curve.params_interval, ",.0f"), forward]
 
 
 def _print_table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for head in heads:
-        table.add_column(head, justify="left" if head in ("variant", "bracketed") else "right", no_wrap=True)
+        table.add_column(head, justify="left" if head == "variant" else "right", no_wrap=True)
     for line in lines:
         table.add_row(*line)
-    Console(width=max(140, Console().width)).print(table)
+    Console(width=max(160, Console().width)).print(table)
 
 
-def _page(
-    out: Path, rows: Sequence[Row], curves: Sequence[Curve], found: Sequence[Verdict], commands: Sequence[str]
-) -> Html:
+def _strong(sentence: str) -> Html:
+    return Html(f"<p><strong>{pages.html(sentence)}</strong></p>")
+
+
+def _fitted(curves: Sequence[Curve]) -> dict[str, object]:
+    """The sections with fitted curves."""
     sections: dict[str, object] = {
-        "": pages.join([pages.paragraph(said(verdict), ".") for verdict in found] or [pages.paragraph(alone(curves))]),
         "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
-        "The best of each variant": pages.table(_BEST, [_best_line(curve) for curve in curves], _NOTE),
+        "The best of each variant": pages.table(_BEST, [_best_line(c) for c in curves], f"{_NOTE} {_FITTED}"),
     }
-    bracketed = [curve.variant for curve in curves if curve.bracketed]
-    if len(bracketed) > len(set(bracketed)):
-        sections["The best loss against the budget"] = _trend(curves)
-    if picture := _routing(out, rows):
-        sections["What the best routed model computed"] = picture
-    sections["All cells"] = _cells(rows)
-    machines = Counter(row.get("machine", "an unknown machine") for row in rows)  # other ones than this, perhaps
-    told = [
-        *(pages.paragraph("Command: ", pages.code(each)) for each in commands),
-        *(pages.paragraph(f"{count} of {len(rows)} cells ran on: {name}.") for name, count in machines.items()),
-    ]
-    sections["How this was made"] = pages.join(told)
-    return pages.page("depthgate isoflop: models at equal training FLOPs", sections)
+    names = dict.fromkeys(curve.variant for curve in curves)
+    lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
+    if any(len(line) > 1 for line in lines.values()):
+        about = "The lowest point of each fitted curve that is bracketed on both sides."
+        chart = line_chart("Best loss", about, lines, "training TFLOPs", _LOSS, log_x=True, marks=lines)
+        sections["The best loss against the budget"] = chart
+    return sections
+
+
+def _along(curve: Curve) -> list[tuple[float, float]]:
+    """Points of the fitted parabola, from the smallest size to the largest."""
+    low, high = curve.costs[0][0], curve.costs[-1][0]
+    sizes = [low * (high / low) ** (i / 40) for i in range(41)]
+    return [(size, curve.best(size)) for size in sizes] if curve.best else []
 
 
 def _chart(budget: float, curves: Sequence[Curve]) -> Html:
     mine = [curve for curve in curves if curve.budget == budget]
-    lines, marks = {}, {}
-    for curve in mine:
-        low, high = curve.costs[0][0], curve.costs[-1][0]
-        steps = [low * (high / low) ** (i / 40) for i in range(41)] if curve.best else []
-        lines[curve.variant] = [(params / 1e6, curve.best(params)) for params in steps] if curve.best else []
-        marks[f"{curve.variant}, cells"] = [(params / 1e6, loss) for params, loss in curve.points]
-    about = "Lines: the fitted parabolas. Marks: one for each cell."
-    return pages.line_chart(
-        f"{flops(budget)} FLOPs",
-        about,
-        lines,
-        "million parameters",
-        "causal loss, nats a token",
-        log_x=True,
-        marks=marks,
-    )
+    lines = {c.variant: [(size / 1e6, loss) for size, loss in _along(c)] for c in mine}
+    marks = {f"{c.variant}, cells": [(size / 1e6, loss) for size, loss in c.points] for c in mine}
+    about, title = "Lines: the fitted parabolas. Marks: one for each cell.", f"{short_flops(budget)} FLOPs"
+    return line_chart(title, about, lines, "million parameters", _LOSS, log_x=True, marks=marks)
 
 
-def _trend(curves: Sequence[Curve]) -> Html:
-    names = dict.fromkeys(curve.variant for curve in curves)
-    lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
-    about = "The lowest point of each fitted curve that is bracketed on both sides."
-    return pages.line_chart(
-        "Best loss", about, lines, "training TFLOPs", "causal loss, nats a token", log_x=True, marks=lines
-    )
-
-
-def _cells(rows: Sequence[Row]) -> Html:
-    heads = (*_SHAPE, "lr", "seed", "causal loss", "top-k loss", "routed", "seconds")
+def _cell_table(rows: Sequence[Row]) -> list[list[str]]:
+    """All figures of each cell, and a first line of headings."""
+    heads = [*_SHAPE, "seed", "causal loss", "top-k loss", "bits per byte", "training FLOPs", "routed", "seconds"]
     lines = [
         [
-            *_shape(row),
-            f"{row['lr']:g}",
-            row["seed"],
-            f"{row['loss_causal']:.4f}",
-            f"{row['loss']:.4f}",
-            f"{sum(row['routed_share']) / len(row['routed_share']):.1%}" if row["routed_share"] else "all",
+            *(*_shape(row), str(row["seed"]), f"{row['loss_causal']:.4f}", f"{row['loss']:.4f}"),
+            *(f"{row['bits_per_byte']:.4f}", f"{row['flops']:.4g}"),
+            ", ".join(f"{share:.1%}" for share in row["routed_share"]) or "all",
             f"{row['seconds']:.1f}",
         ]
         for row in rows
     ]
+    return [heads, *lines]
+
+
+def _cells(rows: Sequence[Row]) -> Html:
+    heads, *lines = _cell_table(rows)
+    about = "Seconds are those of the training steps on the machine that ran them. Routed: the share of each routed layer."
+    return pages.table(heads, lines, f"{_NOTE} {about}")
+
+
+def _making(study: Study) -> Html:
+    machines = Counter(row.get("machine", "an unknown machine") for row in study.rows)
+    ran = (f"{count} of {len(study.rows)} cells ran on: {name}." for name, count in machines.items())
+    commands = [pages.paragraph("Command: ", pages.code(each)) for each in study.commands]
+    return pages.join([*commands, *map(pages.paragraph, ran)])
+
+
+def _trained(study: Study) -> dict[str, object]:
+    """The sections that need the runs of cells: training curves, a routed text and samples of the best cell of each
+    variant at the largest budget. Without their folders, there are none."""
+    best: dict[str, Row] = {}
+    for row in sorted(study.rows, key=lambda row: (-row["budget"], row["loss_causal"])):
+        if (study.out / CELLS / row["cell"] / f"step-{row['steps']}").is_dir():
+            best.setdefault(row["variant"], row)
+    folders = {name: study.out / CELLS / row["cell"] for name, row in best.items()}
+    sections: dict[str, object] = {}
+    try:
+        if best:
+            sections["Loss against training FLOPs"] = _training_chart(best, folders)
+        if routes := [name for name, row in best.items() if row["routed_share"]]:
+            sections["What the best routed model computed"] = _routed(best[routes[0]], folders[routes[0]])
+        if study.config.samples and best:
+            sections["Samples"] = _samples(study, folders)
+    except (DepthgateError, OSError):
+        pass  # damaged checkpoints: the figures are what matters
+    return sections
+
+
+def _training_chart(best: Mapping[str, Row], folders: Mapping[str, Path]) -> Html:
+    lines, marks, steps = {}, {}, 1
+    for name, folder in folders.items():
+        points, steps = metric_curve(read_runs([str(folder)])[0], "flops", "loss", 60)
+        lines[f"{name}, training"] = [(flops / 1e12, loss) for flops, loss in points]
+        marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in best[name].get("held_out", [])]
     about = (
-        "Seconds are those of the training steps, on whatever ran them. Routed: the mean share of the routed layers."
+        f"Lines: training loss (top k), each point the mean of {steps} steps. Marks: causal loss on held-out text, so "
+        "marks and lines are not to be compared with each other."
     )
-    return pages.table(heads, lines, about)
+    return line_chart("The best cell of each variant", about, lines, "training TFLOPs", "nats per token", marks=marks)
 
 
-def _routing(out: Path, rows: Sequence[Row]) -> Html | None:
-    """A held-out text in the colours of the best cell that routes, at the largest budget that has one."""
-    from depthgate.isoflop.picture import routed_piece
+def _routed(row: Row, folder: Path) -> Html:
+    """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
+    model = load(folder)
+    layers = routed_layers(model)
+    tokens, through = routed(model, piece(held_out(folder, model.tokenizer), model.config.context))
+    about = (
+        f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: the "
+        f"start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of the "
+        f"routed layers ({', '.join(map(str, layers))}) computed it under the causal choice; hovering names them. All "
+        "other layers compute every token. · is a space, ↵ the end of a line."
+    )
+    return pages.join([pages.paragraph(about), routed_text(tokens, through, layers)])
 
-    routed = [row for row in rows if row["routed_share"]]
-    if not routed:
-        return None
-    best = min(routed, key=lambda row: (-row["budget"], row["loss_causal"]))
-    return routed_piece(out / CELLS, best)
+
+def _samples(study: Study, folders: Mapping[str, Path]) -> Html:
+    most, seed, shown = study.config.samples, study.config.seed, []
+    for name, folder in folders.items():
+        model = load(folder)
+        documents = held_out(folder, model.tokenizer)
+        prompt = piece(documents, model.config.context).tokens[0, :_PROMPT].tolist()
+        found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
+        text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
+        shown.append(Html(f"<div><h3>{pages.html(name)}</h3>{pages.preformatted(text)}</div>"))
+    about = (
+        f"The first {_PROMPT} tokens of a held-out document, continued by up to {most} tokens with temperature "
+        f"{_TEMPERATURE} and seed {seed}, routers deciding causally. One sample of each, the first that was drawn."
+    )
+    return pages.join([pages.paragraph(about), pages.row(shown)])
+
+
+def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
+    """Draw the curves for papers: a panel for each budget, cells as marks, parabolas as lines, minima as crosses."""
+    budgets, names = sorted({c.budget for c in curves}), list(dict.fromkeys(c.variant for c in curves))
+    try:
+        figure = new_figure(4.6 * len(budgets), 3.6)
+    except DepthgateError as error:
+        print(f"no pictures for papers: {error}", file=sys.stderr)
+        return []
+    from matplotlib import ticker
+
+    panels = figure.subplots(1, len(budgets), squeeze=False)[0]
+    for curve in curves:
+        axes, number = panels[budgets.index(curve.budget)], names.index(curve.variant)
+        look: dict[str, Any] = {"color": f"C{number}"}
+        axes.plot(*zip(*curve.points, strict=True), _MARKERS[number % 8], ms=5, label=curve.variant, **look)
+        if curve.best:
+            axes.plot(*zip(*_along(curve), strict=True), "-", lw=1.4, **look)
+        if curve.bracketed:
+            axes.plot([curve.params], [curve.loss], "x", ms=9, mew=2, **look)
+    for axes, budget in zip(panels, budgets, strict=True):
+        axes.set(xscale="log", xlabel="parameters", title=f"{short_flops(budget)} training FLOPs")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))  # 20 k, 50 k, 100 k ...
+        axes.xaxis.set_major_formatter(ticker.EngFormatter())
+        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel(_LOSS)
+    panels[0].legend(frameon=False)
+    pictures = ["curves.png", "curves.svg"]
+    for name in pictures:
+        replace(out / name, figure_bytes(figure, name.rpartition(".")[2]))
+    return pictures

@@ -1,177 +1,225 @@
-"""`depthgate isoflop`: plan the grid, run the cells that are missing, fit, report."""
+"""A study and its folder: plan the grid, run the cells that are missing, keep their rows.
 
+The folder holds grid.json (the options), results.jsonl (a row for each finished cell), the cells' runs, and the report.
+"""
+
+import hashlib
 import json
+import math
 import signal
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from depthgate.data import sources as text
+import torch
+
+from depthgate.checkpoint import store as checkpoint
+from depthgate.data import sources
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import cache_folder, prepare
-from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, TextTokenizer, load_tokenizer
+from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.files import write_json
-from depthgate.isoflop import fit, rates
-from depthgate.isoflop.cell import beside, finished, is_of
-from depthgate.isoflop.config import IsoflopConfig
-from depthgate.isoflop.estimate import Speed
-from depthgate.isoflop.folder import Folder
-from depthgate.isoflop.grid import CELLS, Cell, Grid, check_fits
-from depthgate.isoflop.launch import launch, parallel
-from depthgate.isoflop.more import more_cells
-from depthgate.isoflop.progress import Progress, short
-from depthgate.isoflop.rates import Rates
-from depthgate.isoflop.report import print_grid, write
+from depthgate.files import replace, write_json
+from depthgate.flops import training_flops
+from depthgate.isoflop import fit
+from depthgate.isoflop.cell import Row, belongs, finished, is_row, launch, parallel, text_file
+from depthgate.isoflop.config import IsoflopConfig, command
+from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, best_rate, check_fits, fit_rates, further_rates
+from depthgate.model import Decoder
+from depthgate.train.run_folder import check_same
 
-RATES, TOKENIZER, SWEEP = "rates.json", "tokenizer", "sweep"
+GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
+# Options that may differ when a study is extended; and those that say where and how fast, not what.
+_GROWS = ("budgets", "sizes", "center", "spread", "variants", "seeds", "seeds_at_minimum", "more_sizes")
+_FREE = (
+    *("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run"),
+    *("measured_points", "samples"),
+)
 _ATTEMPTS = 2
-
-
-def run(config: IsoflopConfig, as_json: bool) -> int:
-    """The whole study, or what is left of it; the exit code."""
-    study = Study(config)
-    if config.dry_run:
-        print_grid(study.cells, Speed(study.rows, study.device), as_json, config)
-        return 0
-    with _terminated_as_interrupted(), study.folder.opened():
-        study.run()
-        if study.rows:
-            write(Path(config.out), study.rows, study.curves, study.folder.commands, as_json)
-    if study.failed:
-        names = "\n  ".join(f"{cell.name}: {short(error)}" for cell, error in study.failed.items())
-        raise DepthgateError(
-            f"{len(study.failed)} of {len(study.cells)} cells failed; the same command tries them again "
-            f"({study.out / CELLS}/*.error.txt say more):\n  {names}"
-        )
-    return 0
-
-
-@contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Have SIGTERM end a study as Ctrl-C does, so that whatever it started is ended too."""
-    before = None
-    with suppress(ValueError):  # only the main thread may
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+_OVERHEAD = 5.0  # seconds of a cell besides its training steps
+_COMPILING = 30.0  # seconds more, where it is compiled first
 
 
 class Study:
-    """A study in its folder. Making one checks all there is to check, and writes nothing."""
+    """A study in its folder. Building one makes every check, and writes nothing."""
 
-    def __init__(self, config: IsoflopConfig) -> None:
-        self.config, self.out = config, Path(config.out)
-        self.device = _device(config)
-        self.folder = Folder(config)
-        tokenizer, vocab = self._tokenizer()
-        self.grid = Grid(config, tokenizer, vocab, self.device, self._rates())
-        self.cells = self.grid.cells()
-        self._check_fits([cell for cell in self.cells if self._found(cell) is None])
+    def __init__(self, config: IsoflopConfig, asked: str = "") -> None:
+        """`asked`: the command line that the report names."""
+        self.config, self.out, self.device = config, Path(config.out), _device(config)
+        self.options = {name: value for name, value in asdict(config).items() if name not in _FREE}
+        self.options |= {"budgets": config.budget_list, "context": config.tokens_in_sequence}
+        for name in ("data", "validation"):
+            if data := getattr(config, name):
+                self.options[f"{name}_hash"] = sources.fingerprint(data)
+        recorded = self._recorded()
+        self.rows: list[Row] = self._read_rows(recorded)
+        mine = asked or command("isoflop", config)
+        self.commands: list[str] = [*(each for each in (recorded or {}).get("commands", []) if each != mine), mine]
         self.failed: dict[Cell, Exception] = {}
+        self._plan()
+        self._check_fits([cell for cell in self.cells if self._found(cell) is None])
 
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """Of all finished cells, whichever command asked for them."""
-        return self.folder.rows
-
-    def _found(self, cell: Cell) -> dict[str, Any] | None:
-        """The row of a finished cell; where its folder was taken away, what results.jsonl has kept of it."""
-        if cell.folder.exists() or beside(cell, "error").exists() or cell.part != CELLS:
-            return finished(cell)
-        return next((row for row in self.rows if is_of(row, cell)), None)
+    def _plan(self) -> None:
+        """The grid and its cells, from the tokenizer and the learning rates as far as they are known."""
+        name, path = self.config.tokenizer, self.out.absolute() / TOKENIZER
+        if name == "bpe":
+            trained = (path / "tokenizer.json").exists()
+            name, vocab = str(path), load_tokenizer(path).vocab if trained else self.config.vocab
+        elif name == "bytes":
+            vocab = ByteTokenizer().vocab
+        else:
+            name, vocab = str(Path(name).absolute()), HFTokenizer.from_folder(name).vocab
+        assert vocab is not None
+        self.grid = Grid(self.config, name, vocab, self.device, self._read_rates())
+        self.cells = self.grid.cells()
 
     def _check_fits(self, cells: Sequence[Cell]) -> None:
-        if cells and self.config.launcher == "local":  # of other machines, nothing is known here
+        if cells and self.config.launcher == "local":  # the memory of other machines is not known here
             check_fits(cells, self.device, parallel(self.config, self.device))
 
-    def _tokenizer(self) -> tuple[str, int]:
-        """Its name for a cell's training, and its size: what was asked for, where it has yet to be trained."""
-        name = self.config.tokenizer
-        if name == "bytes":
-            return name, ByteTokenizer().vocab
-        if name != "bpe":
-            return str(Path(name).absolute()), TextTokenizer.from_folder(name).vocab
-        folder = self.out.absolute() / TOKENIZER
-        if (folder / "tokenizer.json").exists():
-            return str(folder), load_tokenizer(folder).vocab
-        assert self.config.vocab is not None
-        return str(folder), self.config.vocab
+    def _recorded(self) -> dict[str, Any] | None:
+        """The content of grid.json, None if there is none; an error where that is another study."""
+        path = self.out / GRID
+        if not path.exists():
+            if self.out.exists() and not (self.out.is_dir() and all(p.name[0] == "." for p in self.out.iterdir())):
+                raise DepthgateError(
+                    f"out is {self.out}, which holds other files than a study's: choose another folder"
+                )
+            return None
+        try:
+            recorded = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            recorded = None
+        if not isinstance(recorded, dict):
+            raise DepthgateError(f"{path} is damaged: choose another --out")
+        left_out = _GROWS if self.config.extend else ()
+        new = {name: value for name, value in self.options.items() if name not in left_out}
+        old = {name: recorded.get(name, getattr(IsoflopConfig, name, None)) for name in new}
+        try:
+            check_same(new, old, self.out)
+        except DepthgateError as error:
+            lines = str(error).splitlines()[1:]
+            growing = not self.config.extend and all(line.split(":")[0].strip() in _GROWS for line in lines)
+            more = ", or add to it with --extend true" if growing else ""
+            raise DepthgateError(
+                "\n".join([f"{self.out} is another study: choose another --out{more}", *lines])
+            ) from None
+        return recorded
 
-    def _rates(self) -> Rates:
+    def _read_rows(self, recorded: dict[str, Any] | None) -> list[Row]:
+        """The rows that the study has already, from whichever command."""
+        path = self.out / RESULTS
+        rows = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+            with suppress(ValueError):
+                rows.append(json.loads(line))
+        keys = [row.pop("study", None) if is_row(row) else None for row in rows]
+        older = recorded is not None and "study" not in recorded  # its rows have keys that were made differently
+        kept = (keys[0] if keys else None) if older else (recorded or {}).get("study")
+        self.key: str = kept or self._key()
+        if any(key != self.key for key in keys):
+            raise DepthgateError(f"{path} belongs to another study, or is damaged: choose another --out, or delete it")
+        return rows
+
+    def _key(self) -> str:
+        """Hash of the options that must match for two studies to be comparable. Stored in grid.json."""
+        same = {name: value for name, value in self.options.items() if name not in (*_GROWS, "data", "validation")}
+        return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:16]
+
+    def _read_rates(self) -> dict[str, tuple[float, float]]:
         path = self.out / RATES
         if not (self.config.lr_sweep and path.exists()):
-            return Rates({})
+            return {}
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            return Rates({name: (float(scale), float(power)) for name, (scale, power) in found.items()})
+            return {name: (float(scale), float(power)) for name, (scale, power) in found.items()}
         except (ValueError, TypeError, AttributeError):
             raise DepthgateError(f"{path} is damaged: delete it to have the rates found again") from None
 
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Hold the folder for this process alone. SIGTERM ends a study as Ctrl-C does, so that its workers end too. A
+        study that fails before its first cell leaves the folder free."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            with _sigterm_as_ctrl_c(), checkpoint.lock(self.out / ".isoflop.lock"):
+                new = self._recorded() is None  # checked again, now that no other process can interfere
+                write_json(self.out / GRID, {**self.options, "study": self.key, "commands": self.commands})
+                try:
+                    yield
+                except KeyboardInterrupt:
+                    print("the same command goes on from here", file=sys.stderr)
+                    raise
+                except DepthgateError:
+                    if new and not (self.out / CELLS).exists():
+                        (self.out / GRID).unlink(missing_ok=True)
+                    raise
+        except OSError as error:
+            raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
+
     def run(self) -> None:
-        """Everything that is missing."""
+        """Run every cell that is missing."""
         self._prepare()
         if self.config.lr_sweep:
             self._sweep()
+        self._plan()  # the tokenizer and the rates are known now
         self._run(self.cells)
-        while more := more_cells(self.grid, self.cells, self.rows, self._check_fits):
+        while more := self.grid.more(self.cells, self.rows, self._check_fits):
             self.cells += more
             self._run(more)
 
     def _prepare(self) -> None:
         """Tokenize once, before several processes would."""
-        config = self.config
-        tokenizer: TextTokenizer
-        if config.tokenizer == "bpe":
-            folder = self.out.absolute() / TOKENIZER
+        name, tokenizer = self.config.tokenizer, ByteTokenizer()  # type: tuple[str, TextTokenizer]
+        if name == "bpe":
+            folder = self.out / TOKENIZER
             if not (folder / "tokenizer.json").exists():
-                assert config.vocab is not None
-                BPETokenizer.train(text.documents(config.data), config.vocab).save(folder)
-                self.grid = Grid(config, *self._tokenizer(), self.device, self.grid.rates)
-                self.cells = self.grid.cells()
+                assert self.config.vocab is not None
+                BPETokenizer.train(sources.documents(self.config.data), self.config.vocab).save(folder)
             tokenizer = load_tokenizer(folder)
-        else:
-            tokenizer = ByteTokenizer() if config.tokenizer == "bytes" else TextTokenizer.from_folder(config.tokenizer)
-        shards = prepare(config.data, tokenizer, cache_folder(), config.validation)
-        Packed(shards.train, config.tokens_in_sequence)  # an error where the text is too short
+        elif name != "bytes":
+            tokenizer = HFTokenizer.from_folder(name)
+        shards = prepare(self.config.data, tokenizer, cache_folder(), self.config.validation)
+        Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
 
     def _sweep(self) -> None:
-        """Learning rates for the smallest budget's smallest and largest size of each variant, fitted for all widths."""
-        budget, found = self.config.budget_list[0], dict(self.grid.rates.fitted)
+        """Find learning rates for the smallest budget's smallest and largest size of each variant, and fit the rest."""
+        budget, found = self.config.budget_list[0], self._read_rates()
         for name in self.grid.ladders.keys() - found.keys():
-            shapes = [c.training.model for c in self.cells if (c.budget, c.variant, c.seed) == (budget, name, 0)]
-            best = []
+            shapes, best = self.grid.shapes(budget, name), []
             for shape in (shapes[0], shapes[-1]):
-                usual, losses = self.grid.rates.of(name, shape.dim, budget), dict[float, float]()
-                tried = [usual * times for times in rates.TRIED]
+                usual, losses = self.grid.cell(budget, name, shape, 0).training.lr, dict[float, float]()
+                tried = [usual * times for times in TRIED]
                 while tried:
                     lrs = [float(f"{lr:.3g}") for lr in tried]
                     cells = [self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs]
                     losses |= {row["lr"]: row["loss_causal"] for row in self._run(cells)}
-                    tried = rates.further(losses, lrs)
+                    tried = further_rates(losses, lrs)
                 if not losses:
-                    raise DepthgateError(f"no learning rate of {name} came to an end: see {self.out / SWEEP}")
-                best.append((shape.dim, rates.best_rate(losses)))
-            found[name] = rates.fit(best, budget)
-        self.failed.clear()  # a rate that fails is a bad rate, and that is all there is to it
+                    raise DepthgateError(f"no learning rate of {name} gave a loss: see {self.out / SWEEP}")
+                best.append((shape.dim, best_rate(losses)))
+            found[name] = fit_rates(best, budget)
+        self.failed.clear()  # a rate that fails is a bad rate, and not a failure of the study
         write_json(self.out / RATES, found)
-        self.grid.rates = self._rates()
-        self.cells = self.grid.cells()
 
-    def _run(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-        """Run those of the cells that are not finished; those that fail once more. All rows there are."""
+    def _found(self, cell: Cell) -> Row | None:
+        """The row of a finished cell; where its folder was deleted, the one that results.jsonl keeps."""
+        if cell.folder.exists() or text_file(cell, "error").exists() or cell.part != CELLS:
+            return finished(cell)
+        return next((row for row in self.rows if belongs(row, cell)), None)
+
+    def _run(self, cells: Sequence[Cell]) -> list[Row]:
+        """Run the cells that are not finished, and those that fail once more; the rows of all that have one."""
         rows = {cell.name: row for cell in cells if (row := self._found(cell))}
+        at_once = parallel(self.config, self.device)
         for _ in range(_ATTEMPTS):
             missing = [cell for cell in cells if cell.name not in rows]
-            if not missing:
-                break
-            progress = Progress(missing, len(cells), Speed(list(rows.values()), self.device))
-            at_once = parallel(self.config, self.device)
+            progress = Progress(missing, len(cells), Speed(rows.values(), self.device))
             with closing(launch(missing, self.config, at_once, progress.begins)) as outcomes:  # type: ignore[type-var]
                 for cell, outcome in outcomes:
                     progress.ends(cell, outcome)
@@ -180,25 +228,141 @@ class Study:
                         continue
                     self.failed.pop(cell, None)
                     rows[cell.name] = outcome
-                    if cell.part == CELLS:
-                        self.folder.save([outcome])
-        if cells and cells[0].part == CELLS:
-            self.folder.save(list(rows.values()))
+                    self._save(cell.part, [outcome])
+        if cells:
+            self._save(cells[0].part, list(rows.values()))
         return list(rows.values())
+
+    def _save(self, part: str, rows: Sequence[Row]) -> None:
+        """Keep a row for each finished cell of the grid, in its order."""
+        if part == CELLS:
+            known = {row["cell"]: row for row in (*self.rows, *rows)}
+            self.rows = sorted(known.values(), key=lambda r: (r["budget"], r["variant"], r["params"], r["seed"]))
+            lines = (json.dumps({**row, "study": self.key}) + "\n" for row in self.rows)
+            replace(self.out / RESULTS, "".join(lines))
+
+    def check_failed(self) -> None:
+        """Raise an error that lists the cells that failed, if any did."""
+        if self.failed:
+            names = "\n  ".join(f"{cell.name}: {_first_line(error)}" for cell, error in self.failed.items())
+            raise DepthgateError(
+                f"{len(self.failed)} of {len(self.cells)} cells failed; the same command tries them again "
+                f"({self.out / CELLS}/*.error.txt say more):\n  {names}"
+            )
 
     @property
     def curves(self) -> list[fit.Curve]:
-        """By budget, dense first."""
-        found = []
-        for budget in sorted({row["budget"] for row in self.rows}):
-            for name in sorted({row["variant"] for row in self.rows}, key=lambda name: (name[:5] != "dense", name)):
-                if rows := [r for r in self.rows if (r["budget"], r["variant"]) == (budget, name)]:
-                    found.append(fit.curve(rows))
-        return found
+        """A curve for each budget and variant, by budget, dense first."""
+        found: dict[tuple[float, str], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row["budget"], row["variant"]), []).append(row)
+        return [fit.curve(found[key]) for key in sorted(found, key=lambda k: (k[0], k[1][:5] != "dense", k[1]))]
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    before = None
+    with suppress(ValueError):  # only the main thread may set handlers
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _device(config: IsoflopConfig) -> str:
-    """What cells run on. With other launchers than local that is not this machine's to say."""
+    """The device of the cells. Launchers other than local use other machines, whose devices are not known here."""
     if config.launcher == "local":
         return resolve_device(config.device)
     return ("cuda" if config.gpus else "cpu") if config.device == "auto" else config.device
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+class Speed:
+    """Estimates how long cells take, from cells that were run or from a few steps of a small and of a large model."""
+
+    def __init__(self, rows: Iterable[Row], device: str) -> None:
+        self.device = device
+        self.known: list[tuple[float, float]] = []  # FLOPs per token, FLOPs per second
+        for row in rows:
+            self.learn(row)
+
+    def learn(self, row: Row) -> None:
+        """Take the speed of a finished cell into account."""
+        if row.get("device") == self.device and row.get("seconds"):
+            self.known.append((row["flops_per_token"], row["flops"] / row["seconds"]))
+
+    def seconds(self, cell: Cell) -> float:
+        """Estimated seconds of a cell; nan where no speed is known."""
+        cost = training_flops(cell.training.model)
+        rate = min(self.known, key=lambda known: abs(math.log(known[0] / cost)), default=(0.0, math.nan))[1]
+        return cell.flops / rate + _OVERHEAD + (_COMPILING if cell.training.compile else 0.0)
+
+    def probe(self, cells: Sequence[Cell]) -> None:
+        """Where no speed is known yet, measure the cheapest and the dearest model, if their device is here."""
+        if not self.known and (self.device != "cuda" or torch.cuda.is_available()):
+            ordered = sorted(cells, key=lambda cell: training_flops(cell.training.model))
+            self.known = [self._measured(cell) for cell in (ordered[0], ordered[-1])]
+
+    def _measured(self, cell: Cell) -> tuple[float, float]:
+        """FLOPs per token and per second of forward and backward passes over a sequence, or a few on a GPU."""
+        model = cell.training.model
+        net = Decoder(model).to(self.device)
+        rows = 1 if self.device == "cpu" else min(8, cell.training.batch)
+        tokens = torch.randint(model.vocab, (rows, model.context), device=self.device)
+        seconds = []
+        for _ in range(3):
+            start = time.perf_counter()
+            net.loss(tokens, tokens)[0].backward()  # type: ignore[no-untyped-call]
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+        return training_flops(model), training_flops(model) * tokens.numel() / min(seconds)
+
+
+def duration(seconds: float) -> str:
+    """Seconds for a reader: 45 s, 12 min, 3.5 h."""
+    if math.isnan(seconds):
+        return "unknown"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+class Progress:
+    """Prints a line to stderr for every cell that begins or ends, with the time that is left."""
+
+    def __init__(self, missing: Sequence[Cell], total: int, speed: Speed) -> None:
+        self.left = {cell.name: cell for cell in missing}
+        self.total, self.speed = total, speed
+        if missing and self.done:
+            _say(f"{self.done} of {total} cells are finished")
+
+    @property
+    def done(self) -> int:
+        return self.total - len(self.left)
+
+    def begins(self, cell: Cell) -> None:
+        """Announce a cell."""
+        steps = f"{cell.training.steps:,} steps, {cell.params:,} weights"
+        seconds = sum(map(self.speed.seconds, self.left.values()))
+        left = "" if math.isnan(seconds) else f"; about {duration(seconds)} left"
+        _say(f"cell {self.done + 1} of {self.total}: {cell.name} ({steps}){left}")
+
+    def ends(self, cell: Cell, outcome: Row | Exception) -> None:
+        """Report a cell's loss, or why it failed."""
+        self.left.pop(cell.name, None)
+        if isinstance(outcome, Exception):
+            _say(f"{cell.name} failed: {_first_line(outcome)}")
+            return
+        self.speed.learn(outcome)
+        said = f"causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
+        _say(f"{self.done} of {self.total}: {cell.name}: {said}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
