@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgate.isoflop import fit, rates
+from depthgate.isoflop import fit, grid
 
 
 def rows(variant, budget, losses, seeds=1, cost=1.0):
@@ -26,6 +26,11 @@ def rows(variant, budget, losses, seeds=1, cost=1.0):
     ]
 
 
+def fitted(points):
+    sizes, losses = zip(*points, strict=True)
+    return fit.parabolas(sizes, [losses])[0]
+
+
 def bowl(at, low, bend, sizes=(1e6, 2e6, 4e6, 8e6, 16e6)):
     return {size: low + bend * math.log(size / at) ** 2 for size in sizes}
 
@@ -33,7 +38,7 @@ def bowl(at, low, bend, sizes=(1e6, 2e6, 4e6, 8e6, 16e6)):
 @given(st.floats(1e4, 1e9), st.floats(0.5, 5), st.floats(1e-3, 1), st.integers(3, 7))
 def test_a_parabola_is_found_again(at, low, bend, sizes):
     points = list(bowl(at, low, bend, [at * 2.0 ** (i - 1) for i in range(sizes)]).items())
-    found = fit.parabola(points)
+    found = fitted(points)
     assert found is not None
     assert math.exp(found.at) == pytest.approx(at, rel=1e-4)
     assert found.low == pytest.approx(low, rel=1e-6)
@@ -41,12 +46,12 @@ def test_a_parabola_is_found_again(at, low, bend, sizes):
 
 
 def test_a_curve_without_a_minimum_has_none():
-    assert fit.parabola([(1e6, 1.0), (2e6, 1.2), (4e6, 1.0)]) is None
-    assert fit.parabola([(1e6, 1.0), (2e6, 1.0), (4e6, 1.0)]) is None
+    assert fitted([(1e6, 1.0), (2e6, 1.2), (4e6, 1.0)]) is None
+    assert fitted([(1e6, 1.0), (2e6, 1.0), (4e6, 1.0)]) is None
 
 
 @pytest.mark.parametrize(
-    ("losses", "why"),
+    ("losses", "because"),
     [
         ({1e6: 1.2, 2e6: 1.0, 4e6: 1.1}, ""),
         ({1e6: 1.0, 2e6: 1.1, 4e6: 1.3}, "the smallest size has the lowest loss"),
@@ -55,10 +60,10 @@ def test_a_curve_without_a_minimum_has_none():
         ({1e6: 1.0, 2e6: 0.99, 4e6: 1.4, 8e6: 1.3, 16e6: 1.0}, "the fitted curve has no minimum"),
     ],
 )
-def test_a_minimum_is_bracketed_on_both_sides_or_it_is_said_why_not(losses, why):
+def test_a_minimum_is_bracketed_on_both_sides_or_it_is_said_why_not(losses, because):
     found = fit.curve(rows("dense", 1e15, losses))
-    assert found.why == why
-    assert found.bracketed == (why == "")
+    assert found.open_because == because
+    assert found.bracketed == (because == "")
 
 
 def test_a_verdict_by_hand():
@@ -153,19 +158,21 @@ def test_dense_with_options_is_what_others_are_compared_with():
 
 
 def test_rates_by_hand():
-    assert rates.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 2.0}) == pytest.approx(2e-3)
-    assert rates.best_rate({1e-3: 1.0, 2e-3: 2.0, 4e-3: 3.0}) == 1e-3
-    assert 2e-3 < rates.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}) < 4e-3
-    assert rates.further({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}, [1e-3, 2e-3, 4e-3]) == []
-    assert rates.further({1e-3: 1.0, 2e-3: 2.0}, [1e-3, 2e-3]) == [5e-4]
-    assert rates.further({1e-3: 2.0, 2e-3: 1.0}, [2e-3, 4e-3]) == [4e-3]  # which failed, and is not tried for ever:
-    assert rates.further({1e-3: 2.0, 2e-3: 1.0}, [4e-3]) == []
-    assert rates.further({}, [1e-3]) == []
-    assert rates.further({2.0**i: -float(i) for i in range(9)}, [256.0]) == []
-    scale, power = rates.fit([(64, 4e-3), (256, 1e-3)], 1e12)
+    assert grid.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 2.0}) == pytest.approx(2e-3)
+    assert grid.best_rate({1e-3: 1.0, 2e-3: 2.0, 4e-3: 3.0}) == 1e-3
+    assert 2e-3 < grid.best_rate({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}) < 4e-3
+    assert grid.further_rates({1e-3: 2.0, 2e-3: 1.0, 4e-3: 1.5}, [1e-3, 2e-3, 4e-3]) == []
+    assert grid.further_rates({1e-3: 1.0, 2e-3: 2.0}, [1e-3, 2e-3]) == [5e-4]
+    # 4e-3 failed, and is not tried for ever.
+    assert grid.further_rates({1e-3: 2.0, 2e-3: 1.0}, [2e-3, 4e-3]) == [4e-3]
+    assert grid.further_rates({1e-3: 2.0, 2e-3: 1.0}, [4e-3]) == []
+    assert grid.further_rates({}, [1e-3]) == []
+    assert grid.further_rates({2.0**i: -float(i) for i in range(9)}, [256.0]) == []
+    scale, power = grid.fit_rates([(64, 4e-3), (256, 1e-3)], 1e12)
     assert (scale, power) == (pytest.approx(2e-3), pytest.approx(-1.0))
-    found = rates.Rates({"mod": (2e-3, -1.0)})
-    assert found.of("mod", 256, 1e12) == pytest.approx(1e-3)
-    assert found.of("mod", 256, 3e15) == pytest.approx(5e-4, rel=1e-3)
-    assert found.of("mod:capacity=0.5", 256, 1e12) == rates.Rates({}).of("mod", 256, 1e12)  # that of its kind
-    assert rates.Rates({"mod": rates.fit([(128, 3e-3)], 1e16)}).of("mod", 128, 1e16) == pytest.approx(3e-3)
+    found = {"mod": (2e-3, -1.0)}
+    assert grid.learning_rate("mod", 256, 1e12, found) == pytest.approx(1e-3)
+    assert grid.learning_rate("mod", 256, 3e15, found) == pytest.approx(5e-4, rel=1e-3)
+    assert grid.learning_rate("mod:capacity=0.5", 256, 1e12, found) == grid.learning_rate("mod", 256, 1e12, {})
+    one_width = {"mod": grid.fit_rates([(128, 3e-3)], 1e16)}
+    assert grid.learning_rate("mod", 128, 1e16, one_width) == pytest.approx(3e-3)

@@ -10,10 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.isoflop.config import IsoflopConfig
-from depthgate.isoflop.grid import Grid, Ladder, check_fits, total_flops
-from depthgate.isoflop.rates import Rates
-from depthgate.isoflop.variants import VARIANTS, parsed, widths
+from depthgate.isoflop.config import VARIANTS, IsoflopConfig, parse_variant
+from depthgate.isoflop.grid import WIDTHS, Grid, Ladder, check_fits, total_flops
 from depthgate.model import Decoder
 from depthgate.routing import causal_bce
 
@@ -21,7 +19,7 @@ EVERY = ",".join([*VARIANTS, "mod:capacity=0.5", "mod:pattern=dense+dense+mod:ru
 
 
 def grid(**options):
-    return Grid(IsoflopConfig(**options), "bytes", 257, "cpu", Rates({}))
+    return Grid(IsoflopConfig(**options), "bytes", 257, "cpu", {})
 
 
 @settings(deadline=None, max_examples=25)
@@ -66,7 +64,7 @@ def test_a_batch_of_half_the_size_takes_twice_the_steps():
 
 
 def test_a_routed_variant_is_deeper_for_about_the_same_cost():
-    dense, mod = (Ladder(parsed(name), 257, 256) for name in ("dense", "mod"))
+    dense, mod = (Ladder(parse_variant(name), 257, 256) for name in ("dense", "mod"))
     for dim in (96, 192, 384):
         a, b = (next((s, c) for s, c in zip(x.shapes, x.costs, strict=True) if s.dim == dim) for x in (dense, mod))
         assert b[0].layers > a[0].layers
@@ -76,14 +74,14 @@ def test_a_routed_variant_is_deeper_for_about_the_same_cost():
 
 
 def test_heads_of_the_ladder_are_such_as_kernels_take():
-    for dim in widths()[:40]:
-        shape = parsed("dense").shape(dim, 257, 256)
+    for dim in WIDTHS[:40]:
+        shape = parse_variant("dense").shape(dim, 257, 256)
         assert (shape.dim // shape.heads) % 8 == 0
         assert shape.dim // shape.heads <= 80
 
 
 def test_neighbours_of_a_size():
-    ladder = Ladder(parsed("dense"), 257, 256)
+    ladder = Ladder(parse_variant("dense"), 257, 256)
     found = ladder.around(1e6, 3, 2.0)
     assert ladder.next(found[0], up=True) is not None
     assert ladder.next(ladder.shapes[0], up=False) is None
@@ -102,10 +100,14 @@ def test_neighbours_of_a_size():
         ({"variants": "dense,mdo"}, "did you mean 'moe'"),
         ({"variants": "dense,dense"}, "stands twice"),
         ({"variants": "mod:capacity=2"}, "capacity is 2"),
-        ({"variants": "mod:dim=64"}, "no option that a variant can set"),
+        ({"variants": "mod:dim=64"}, "not an option that a variant can set"),
         ({"variants": "mod:capacity=much"}, "capacity is 'much'"),
         ({"variants": "mod:capacity=nan"}, "capacity is 'nan'"),
         ({"variants": "mod:capacity=0.5:capacity=0.25"}, "capacity stands twice"),
+        ({"variants": "mode:top_k=0"}, "top_k is 0"),
+        ({"variants": "mod:pattern=3"}, "pattern is 3"),
+        ({"variants": "tiny-mdo"}, "variants has 'tiny-mdo'"),
+        ({"variants": "tiny-mod:layers=2"}, "not an option that a variant can set"),
         ({"launcher": "ray", "device": "cuda"}, "give --gpus 1"),
         ({"variants": "mod:pattern=dense+soft_moe"}, "Soft MoE"),
         ({"seeds": 0}, "seeds is 0"),
@@ -127,6 +129,16 @@ def test_budgets_too_small_for_a_step_and_sizes_too_large_for_memory():
         check_fits(grid(budgets=1e24, sizes=3).cells(), "cpu")
     with pytest.raises(DepthgateError, match="no model of"):
         grid(budgets=1e30, sizes=3).cells()
+
+
+def test_a_preset_is_a_variant_of_one_size():
+    dense, mod = grid(budgets=1e12, sizes=1, variants="tiny-dense,tiny-mod:capacity=0.25", context=64).cells()
+    assert (dense.training.model.layers, mod.training.model.layers) == (4, 8)
+    assert mod.training.model.capacity == 0.25
+    assert dense.training.model.context == mod.training.model.context == 64
+    assert dense.flops == pytest.approx(mod.flops, rel=0.03)
+    with pytest.raises(InvalidValueError, match=r"tiny-dense .*lower --budgets, --sizes"):
+        grid(budgets=1e12, sizes=3, variants="tiny-dense").cells()
 
 
 def test_the_first_seed_of_all_cells_comes_first():

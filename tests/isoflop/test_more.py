@@ -10,12 +10,10 @@ from depthgate.flops import parameters
 from depthgate.isoflop import fit
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Grid
-from depthgate.isoflop.more import more_cells
-from depthgate.isoflop.rates import Rates
 
 
 def made(**options):
-    return Grid(IsoflopConfig(budgets=1e10, variants="dense", context=32, **options), "bytes", 257, "cpu", Rates({}))
+    return Grid(IsoflopConfig(budgets=1e10, variants="dense", context=32, **options), "bytes", 257, "cpu", {})
 
 
 def rows_of(cells, best):
@@ -44,7 +42,7 @@ def whole(grid, rows, best, stop=None):
                     return rows
                 rows += rows_of([cell], best)
                 new += 1
-        todo = more_cells(grid, cells, rows, lambda _: None)
+        todo = grid.more(cells, rows, lambda _: None)
         cells = [*cells, *todo]
     return rows
 
@@ -87,7 +85,7 @@ def test_more_sizes_may_be_asked_for_later():
 def test_a_curve_with_a_failed_cell_is_left_alone():
     grid = made(sizes=3, more_sizes=2)
     cells = grid.cells()
-    assert more_cells(grid, cells, rows_of(cells[:-1], 1.0), lambda _: None) == []
+    assert grid.more(cells, rows_of(cells[:-1], 1.0), lambda _: None) == []
 
 
 def test_a_size_that_does_not_fit_is_the_end():
@@ -96,7 +94,7 @@ def test_a_size_that_does_not_fit_is_the_end():
     def full(_):
         raise DepthgateError("no room")
 
-    assert more_cells(grid, grid.cells(), rows_of(grid.cells(), 1e9), full) == []
+    assert grid.more(grid.cells(), rows_of(grid.cells(), 1e9), full) == []
 
 
 def test_sizes_of_an_earlier_center_do_not_count_as_added_ones():

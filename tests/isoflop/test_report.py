@@ -1,30 +1,31 @@
 """What a report says in words."""
 
 from depthgate.isoflop.fit import Verdict, curve
-from depthgate.isoflop.words import alone, flops, said
+from depthgate.isoflop.report import compared, in_words, no_verdict, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
 
 
 def test_verdicts_in_words():
-    assert said(Verdict(3e15, "mod", "dense is not bracketed: 2 sizes: a curve needs three")) == (
-        "mod against dense at 3e15 FLOPs: no verdict, dense is not bracketed: 2 sizes: a curve needs three"
+    assert in_words(Verdict(3e15, "mod", "dense is not bracketed: 2 sizes: a curve needs three")) == (
+        "mod against dense at 3e15 FLOPs: no verdict, dense is not bracketed: 2 sizes: a curve needs three."
     )
     good = Verdict(1e16, "mod", "", 0.0151, (0.012, 0.018), 0.5, (0.4, 0.6), 0.31, (0.2, 0.4), False)
-    assert said(good) == (
+    assert in_words(good) == (
         "mod against dense at 1e16 FLOPs: best loss 1.51% lower (gain 1.20% to 1.80%); a forward pass of its smallest "
         "model with dense's best loss takes 50% fewer FLOPs (saving 40% to 60%); to reach dense's best loss, training "
-        "takes 31% fewer FLOPs (saving 20% to 40%)"
+        "takes 31% fewer FLOPs (saving 20% to 40%)."
     )
     bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True, no_interval="3 cells")
-    assert said(bad) == (
+    assert in_words(bad) == (
         "random against dense at 1e16 FLOPs: best loss 2.00% higher; no interval: 3 cells; no size of it reaches "
         "dense's best loss; as an estimate alone, to reach dense's best loss, "
-        "training takes 40% more FLOPs, extrapolated beyond the budgets"
+        "training takes 40% more FLOPs, extrapolated beyond the budgets."
     )
     unsure = Verdict(1e16, "mod", "", 0.001, (-0.008, 0.012), 0.32)
-    assert said(unsure) == (
-        "mod against dense at 1e16 FLOPs: best loss 0.10% lower (gain -0.80% to 1.20%): no difference can be told"
+    assert in_words(unsure) == (
+        "mod against dense at 1e16 FLOPs: best loss 0.10% lower (gain -0.80% to 1.20%): the difference is not "
+        "significant."
     )
 
 
@@ -32,9 +33,26 @@ def test_no_verdict_says_why():
     def made(variant):
         return curve([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])
 
-    assert alone([made("dense")]) == "No verdict: there is only dense."
-    assert alone([made("mod")]) == "No verdict: there is no dense to compare with."
+    assert no_verdict([made("dense")]) == "No verdict: there is only dense."
+    assert no_verdict([made("mod")]) == "No verdict: there is no dense to compare with."
+
+
+def test_single_sizes_are_compared_without_taking_a_side():
+    def made(variant, loss):
+        return curve([{"budget": 1e9, "variant": variant, "params": 1, "seed": 0, "loss_causal": loss} | COST])
+
+    dense = made("tiny-dense", 1.4)
+    assert compared([made("tiny-mod", 1.5), dense]) == [
+        "At 1e09 FLOPs tiny-dense has the lowest causal loss: 1.400 against 1.500 nats per token."
+    ]
+    assert compared([made("tiny-mod", 1.3), dense]) == [
+        "At 1e09 FLOPs tiny-mod has the lowest causal loss: 1.300 against 1.400 nats per token."
+    ]
+    assert compared([made("tiny-mod", 1.4001), dense]) == [
+        "At 1e09 FLOPs tiny-dense and tiny-mod have the same causal loss: 1.400 nats per token."
+    ]
+    assert compared([dense]) == ["At 1e09 FLOPs tiny-dense has the causal loss 1.400 nats per token."]
 
 
 def test_large_numbers_are_short():
-    assert [flops(n) for n in (3e15, 1.25e16, 123456.0, 12.0)] == ["3e15", "1.25e16", "1.23e05", "12"]
+    assert [short_flops(n) for n in (3e15, 1.25e16, 123456.0, 12.0)] == ["3e15", "1.25e16", "1.23e05", "12"]

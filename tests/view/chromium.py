@@ -152,6 +152,20 @@ class Browser:
         """Nothing is wider than the window, but what scrolls by itself."""
         assert self.js("document.documentElement.scrollWidth <= window.innerWidth")
 
+    def assert_report(self, page, width):
+        """The report of a study or of the demo: charts are drawn, a routed text is coloured, tables can be scrolled."""
+        self.open(page, width, dark=width == 390)
+        self.assert_fits()
+        self.assert_alone()
+        assert self.js("document.querySelectorAll('pre .token, pre .skipped').length") > 50
+        drawn = (
+            "(async (e) => { while (!e.querySelector('canvas')) await new Promise(requestAnimationFrame); return 1 })"
+        )
+        self.js("document.querySelector('.chart').scrollIntoView()")
+        assert self.js(f"{drawn}(document.querySelector('.chart'))")
+        assert self.js("document.images.length") == 0
+        assert self.js("[...document.querySelectorAll('.wide, .long')].every((e) => e.tabIndex === 0)")
+
     def close(self):
         self.process.terminate()
         self.process.wait(10)

@@ -96,7 +96,7 @@ def run_cell(cell: Cell, config: IsoflopConfig, threads: int | None = None) -> R
         gc.collect()  # the next cell may need all the memory
         if torch.cuda.is_available():
             torch.compiler.reset()
-            torch.cuda.empty_cache_folder()
+            torch.cuda.empty_cache()
     text_file(cell, "error").unlink(missing_ok=True)
     write_json(cell.folder / RESULT, row)
     return row
@@ -115,8 +115,8 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     held_out, device = [], resolve_device(training.device)
     for row in metrics:
-        kept = folder / f"step-{row['step']}"
-        if kept == last_step or (config.measured_points > 1 and kept.is_dir()):
+        kept, planned = folder / f"step-{row['step']}", row["step"] % training.checkpoint_every == 0
+        if kept == last_step or (config.measured_points > 1 and planned and kept.is_dir()):
             at = model if kept == last_step else load(kept)
             figures = measure(at.to(device), shards.validation, training.batch, config.measured)
             held_out.append([row["flops"], figures["nats_per_token"]])
@@ -239,7 +239,7 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
     for name, need, have in (("cpus", config.cpus, "CPU"), ("gpus", config.gpus, "GPU")):
         if need > resources.get(have, 0):
             raise DepthgateError(f"{name} is {need:g}, but Ray has {resources.get(have, 0):g} in all: ask for less")
-    task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(run_cell)
+    task: Any = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(run_cell)
     running = {task.remote(cell, config, config.cpus): cell for cell in cells}
     try:
         while running:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -64,23 +65,23 @@ def parse_variant(text: str) -> Variant:
         near = difflib.get_close_matches(name, VARIANTS, 1, cutoff=0.0)[0]
         known = f"{', '.join(VARIANTS)}, and the presets"
         raise InvalidValueError(f"variants has {name!r}: did you mean {near!r}? Known are {known}")
-    preset = name in PRESETS
-    model = dict(vars(train_config(name).model) if preset else VARIANTS[name])
+    model = dict(VARIANTS[name] if name in VARIANTS else vars(train_config(name).model))
     training: dict[str, Any] = {}
-    places = {f.name: training for f in fields(TrainConfig)} | {f.name: model for f in fields(ModelConfig)}
-    given = [option.partition("=")[0] for option in options]
-    for option, key in zip(options, given, strict=True):
-        if "=" not in option or key not in places or key in _FIXED:
+    places = {f.name: (training, f) for f in fields(TrainConfig)} | {f.name: (model, f) for f in fields(ModelConfig)}
+    given = [option.partition("=") for option in options]
+    for key, equals, text_value in given:
+        if not equals or key not in places or key in _FIXED:
             raise InvalidValueError(
                 f"variants has {text!r}: {key!r} is not an option that a variant can set, such as capacity=0.25"
             )
-        if given.count(key) > 1:
+        if [name for name, _, _ in given].count(key) > 1:
             raise InvalidValueError(f"variants has {text!r}: {key} stands twice, give it once")
-        value = option.partition("=")[2].replace("+", ",")
-        try:
-            places[key][key] = json.loads(value)  # a number, true or false
-        except ValueError:
-            places[key][key] = value
+        value: Any = text_value.replace("+", ",")
+        with suppress(ValueError):
+            value = json.loads(value)  # a number, true or false
+        place, option = places[key]
+        option.metadata.get("check", lambda *_: None)(value, key)
+        place[key] = value
     variant = Variant(text, model, training)
     replace(TrainConfig(), model=variant.shape(model.get("dim", 64), 257, 64), **training)  # refuses bad values
     return variant

@@ -41,7 +41,7 @@ _FITTED = (
     "Best loss: the lowest point of the fitted curve; best size: the lowest mean of one. Intervals are of 95%, by a "
     "bootstrap of the residuals of each curve."
 )
-_SHAPE = ("budget", "variant", "layers x width", "parameters", "FLOPs per token", "tokens", "steps", "lr")
+_SHAPE = ("variant", "budget", "layers x width", "parameters", "FLOPs per token", "tokens", "steps", "lr")
 _BEST = ("budget", "variant", "best loss", "95%", "best size", "parameters", "95% ", "forward FLOPs per token")
 _MARKERS = "osD^vP*X"
 _PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue
@@ -56,7 +56,7 @@ def _shape(row: Row) -> list[str]:
     """The cells of _SHAPE."""
     size, each = f"{row['layers']} x {row['dim']}", short_flops(row["flops_per_token"])
     counts = [f"{row['tokens']:,}", f"{row['steps']:,}", f"{row['lr']:g}"]
-    return [short_flops(row["budget"]), row["variant"], size, f"{row['params']:,}", each, *counts]
+    return [row["variant"], short_flops(row["budget"]), size, f"{row['params']:,}", each, *counts]
 
 
 def print_grid(study: Study, as_json: bool) -> None:
@@ -87,7 +87,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     out, rows, curves = study.out, study.rows, study.curves
     found = verdicts(curves)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
-    sentences = compared(curves) if one_size else [in_words(v) for v in found] or [_no_verdict(curves)]
+    sentences = compared(curves) if one_size else [in_words(v) for v in found] or [no_verdict(curves)]
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
         names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
         writer = csv.DictWriter(file, names, extrasaction="ignore")
@@ -154,7 +154,7 @@ def in_words(verdict: Verdict) -> str:
     return f"{start}: {'; '.join(parts)}."
 
 
-def _no_verdict(curves: Sequence[Curve]) -> str:
+def no_verdict(curves: Sequence[Curve]) -> str:
     dense = baseline({curve.variant for curve in curves})
     return f"No verdict: {'there is only dense' if dense else 'there is no dense to compare with'}."
 
@@ -192,7 +192,15 @@ def _best_line(curve: Curve) -> list[str]:
     if not curve.bracketed:
         return [*start, f"below {lowest}", "-", lowest, "-", "-", f"- ({curve.open_because})"]
     loss, forward = span(curve.loss_interval, ".4f"), short_flops(curve.forward_flops(curve.params))
-    return [*start, f"{curve.loss:.4f}", loss, lowest, f"{curve.params:,.0f}", span(curve.params_interval, ",.0f"), forward]
+    return [
+        *start,
+        f"{curve.loss:.4f}",
+        loss,
+        lowest,
+        f"{curve.params:,.0f}",
+        span(curve.params_interval, ",.0f"),
+        forward,
+    ]
 
 
 def _print_table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -255,7 +263,9 @@ def _cell_table(rows: Sequence[Row]) -> list[list[str]]:
 
 def _cells(rows: Sequence[Row]) -> Html:
     heads, *lines = _cell_table(rows)
-    about = "Seconds are those of the training steps on the machine that ran them. Routed: the share of each routed layer."
+    about = (
+        "Seconds are those of the training steps on the machine that ran them. Routed: the share of each routed layer."
+    )
     return pages.table(heads, lines, f"{_NOTE} {about}")
 
 

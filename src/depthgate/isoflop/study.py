@@ -175,7 +175,8 @@ class Study:
 
     def _prepare(self) -> None:
         """Tokenize once, before several processes would."""
-        name, tokenizer = self.config.tokenizer, ByteTokenizer()  # type: tuple[str, TextTokenizer]
+        name = self.config.tokenizer
+        tokenizer: TextTokenizer = ByteTokenizer()
         if name == "bpe":
             folder = self.out / TOKENIZER
             if not (folder / "tokenizer.json").exists():
@@ -219,6 +220,8 @@ class Study:
         at_once = parallel(self.config, self.device)
         for _ in range(_ATTEMPTS):
             missing = [cell for cell in cells if cell.name not in rows]
+            if not missing:
+                break
             progress = Progress(missing, len(cells), Speed(rows.values(), self.device))
             with closing(launch(missing, self.config, at_once, progress.begins)) as outcomes:  # type: ignore[type-var]
                 for cell, outcome in outcomes:

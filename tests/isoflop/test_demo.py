@@ -1,11 +1,10 @@
-"""The demo from the command line to its report, and the page it is written with."""
+"""The demo from the command line to its report. It is run with presets that are smaller still."""
 
 import json
-import math
+import os
 import re
 import signal
-import subprocess
-import sys
+import threading
 import time
 from html import unescape
 from itertools import pairwise
@@ -17,30 +16,39 @@ import torch
 
 import depthgate as dg
 from depthgate.cli import main
+from depthgate.commands import demo as command
 from depthgate.commands.eval import evaluate
 from depthgate.config import EvalConfig
 from depthgate.data.batches import windows
-from depthgate.demo import measure, report, runs
-from depthgate.demo.config import DemoConfig
-from depthgate.demo.results import measured
 from depthgate.errors import DepthgateError
+from depthgate.flops import training_flops
+from depthgate.isoflop import report
+from depthgate.isoflop.config import DemoConfig
+from depthgate.isoflop.study import Study
+from depthgate.loading import held_out
+from depthgate.presets import PRESETS, train_config
 from depthgate.routing import Slots
+from depthgate.view import heldout as routes
 from depthgate.view.page import routed_text
-from depthgate.view.routes import held_out_tokens, read
+from tests.view.chromium import Browser
 
 # Reads as markup, has characters of several bytes, and nothing about it is Python.
 HOSTILE = "<script>alert('&amp;')</script> <b onclick=\"x\"> é ☃ \x00\x1b\t\u202e </pre></html> "
-STEPS = 10
+SMALL = {"model.dim": 32, "model.heads": 2, "model.context": 64, "batch": 2}
+STEPS = 26
+REAL = {name: PRESETS[name] for name in ("tiny-mod", "tiny-dense")}
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A cache of our own, samples that are short, and a text of hostile lines."""
+    """A cache of our own, small models, short samples, and a text of hostile lines."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
-        patch.setenv("OMP_NUM_THREADS", "1")  # of children
-        patch.setattr(measure, "SAMPLED", 20)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(command, "SAMPLED", 20)
+        for name, options in REAL.items():
+            patch.setitem(PRESETS, name, {**options, **SMALL})
         lines = [f"{HOSTILE}{i} {i * i}\n" for i in range(300)]
         texts = ["".join(lines[start : start + 10]) for start in range(0, 300, 10)]
         (folder / "<i>&.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -60,19 +68,27 @@ def finished(home: Path) -> Path:
     return home / "a long <folder> & name"
 
 
+@pytest.fixture(scope="module")
+def mod(finished: Path) -> Path:
+    """The run of its Mixture-of-Depths model."""
+    return next(finished.glob("cells/*tiny-mod*"))
+
+
 def figures(home: Path, out: str, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
+    capsys.readouterr()
     assert demo(home, out, "--json", *options) == 0
     result = json.loads(capsys.readouterr().out)  # one object and nothing else
     assert result["report"] == str(home / out / "report.html")
     rows: list[dict[str, Any]] = result["rows"]
-    assert all(row.pop("train_seconds") > 0 for row in rows)
-    return rows
+    assert all(row.pop("seconds") > 0 for row in rows)
+    return sorted(rows, key=lambda row: -row["layers"])
 
 
 def test_last_line_is_the_report_which_stands_alone(
     home: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "sample", lambda *_: HOSTILE)  # the worst that a model could write
+    # The worst that a model could write.
+    monkeypatch.setattr(report, "generate", lambda *_, **__: [dg_generation(HOSTILE)])
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("step-*/*")}
     (finished / "report.html").unlink()
     assert demo(home, finished.name) == 0  # finished before: nothing is trained again
@@ -81,56 +97,92 @@ def test_last_line_is_the_report_which_stands_alone(
     assert last == str(finished / "report.html")
     text = Path(last).read_text()
     for name in ("tiny-mod", "tiny-dense"):
-        assert f'<th scope="col">{name}</th>' in text
+        assert f'<th scope="row">{name}</th>' in text
         assert f"<h3>{name}</h3>" in text
-    body = text[text.index("<main>") : text.index("</main>")]
+        for line in ("training", "held out, causal"):
+            assert f"{name}, {line}" in text
+    shown = re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.S)
     for absent in ("http://", "https://", "<script", "<b ", "<folder>", "<i>&", "\0", "\x1b", "\u202e", "url(", "src="):
-        assert absent not in body
+        assert absent not in shown
     assert "&lt;folder&gt;" in text
     assert text.count("</pre>") == 3  # the coloured text and two samples
     assert text.count("</html>") == 1
+    browser = Browser()
+    try:
+        for width in (390, 1280):
+            browser.assert_report(finished / "report.html", width)
+    finally:
+        browser.close()
+
+
+def dg_generation(text: str) -> Any:
+    class Generation:
+        tokens = list(text.encode())
+
+    return Generation
 
 
 def test_one_seed_gives_one_result_and_an_interrupted_demo_the_same(
     home: Path, finished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = figures(home, finished.name, capsys)
-    command = [sys.executable, "-m", "depthgate", "demo", "--out", str(home / "cut"), "--steps", str(STEPS)]
-    child = subprocess.Popen(
-        [*command, "--data", str(home / "<i>&.jsonl")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    metrics = home / "cut" / "mod" / "metrics.jsonl"
-    while child.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 1):
-        time.sleep(0.01)
-    child.send_signal(signal.SIGINT)
-    out, said = child.communicate()
-    assert child.returncode == 130, said
-    assert out == ""
-    assert "the same command goes on from there" in said
-    assert not (home / "cut" / "report.html").exists()
-    assert figures(home, "cut", capsys) == a
+    out = home / "cut"
+
+    def interrupt() -> None:
+        while not any(path.read_text().count("\n") > 1 for path in out.glob("cells/*/metrics.jsonl")):
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert demo(home, "cut") == 130
+    thread.join()
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "the same command goes on from here" in said.err
+    assert not (out / "report.html").exists()
+    b = figures(home, "cut", capsys)
+    assert b == a
+    samples = re.compile(r"<h2>Samples</h2>.*?</section>", re.S)
+    assert samples.findall((out / "report.html").read_text()) == samples.findall((finished / "report.html").read_text())
 
     c = figures(home, "other", capsys, "--seed", "1")
-    assert [row["nats_per_byte"] for row in a] != [row["nats_per_byte"] for row in c]
+    assert [row["loss_causal"] for row in a] != [row["loss_causal"] for row in c]
     assert demo(home, "other", "--seed", "2") == 2
     assert "seed: 1 there, 2 here" in capsys.readouterr().err
 
 
 def test_equal_flops(home: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mod, dense = figures(home, finished.name, capsys)
+    assert (mod["variant"], dense["variant"]) == ("tiny-mod", "tiny-dense")
     assert mod["steps"] == STEPS
     for row in (mod, dense):
         assert row["flops"] == pytest.approx(row["flops_per_token"] * row["tokens"])
-        assert row["tokens"] == row["steps"] * 8 * 256
+        assert row["tokens"] == row["steps"] * 2 * 64
+        assert len(row["held_out"]) == 4
+        assert row["held_out"][-1] == [row["flops"], row["loss_causal"]]
     assert dense["flops"] == pytest.approx(mod["flops"], rel=0.01)
+
+
+def test_equal_flops_of_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, options in REAL.items():
+        monkeypatch.setitem(PRESETS, name, options)
     for steps in (46, 100, DemoConfig().steps, 12_345):
-        a, b = (runs.total_flops(config) for config in runs.twins(DemoConfig(steps=steps)).values())
-        assert b == pytest.approx(a, rel=0.01)
+        cells = Study(command.study_config(DemoConfig(steps=steps))).cells
+        assert [cell.variant for cell in cells] == ["tiny-mod", "tiny-dense"]
+        assert cells[0].training.steps == steps
+        assert cells[1].flops == pytest.approx(cells[0].flops, rel=0.01)
+        for cell in cells:
+            preset = train_config(cell.variant)
+            assert cell.training.model == preset.model
+            assert (cell.training.batch, cell.training.lr) == (preset.batch, preset.lr)
+            tokens = cell.training.steps * preset.batch * preset.model.context
+            assert cell.flops == pytest.approx(training_flops(preset.model) * tokens)
     # One step cannot be matched; the number that the message names can.
     with pytest.raises(DepthgateError, match=r"steps is 1: .* use --steps") as caught:
-        runs.twins(DemoConfig(steps=1))
+        command.study_config(DemoConfig(steps=1))
     named = int(str(caught.value).split()[-1])
-    assert set(runs.twins(DemoConfig(steps=named))) == {"tiny-mod", "tiny-dense"}
+    assert command.study_config(DemoConfig(steps=named)).variants == "tiny-mod,tiny-dense"
 
 
 SPAN = re.compile(
@@ -139,19 +191,18 @@ SPAN = re.compile(
 PART = re.compile(r"byte (\d) of \d of (\S+)")
 
 
-def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> None:
+def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: Path) -> None:
     torch.set_num_threads(1)
-    model = dg.load(finished / "mod")
-    config = runs.twins(DemoConfig(out=str(finished), data=str(home / "<i>&.jsonl"), steps=STEPS))["tiny-mod"]
-    ids = held_out_tokens(measure.held_out(config, model), 768)
-    rows = torch.tensor(ids).view(3, 256)
+    model = dg.load(mod)
+    rows = routes.piece(held_out(mod, model.tokenizer), 64)
+    ids = rows.tokens.flatten().tolist()
     assert len(ids) == 768
     # Real text: the beginning of a document.
     texts = [json.loads(line)["text"] for line in (home / "<i>&.jsonl").read_text().splitlines()]
     assert any(text.encode().startswith(bytes(ids)) for text in texts)
 
     def check(page: str) -> int:
-        plans = model(rows, causal=True).plans
+        plans = model(rows.tokens, rows.pos, rows.doc, causal=True).plans
         chosen = [plan.chosen.flatten().tolist() for plan in plans if isinstance(plan, Slots)]
         spans = SPAN.findall(page)
         assert len(spans) == len(ids)
@@ -170,46 +221,29 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path) -> Non
         return sum(map(sum, chosen))
 
     check((finished / "report.html").read_text())
-    # After ten steps the causal rule routes next to nothing: have it route about half, and look again.
+    # After a few steps the causal rule routes next to nothing: have it route about half, and look again.
     for _ in range(4):
-        for i, plan in enumerate(model(rows, causal=True).plans):
+        for i, plan in enumerate(model(rows.tokens, rows.pos, rows.doc, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
-    seen, _, _ = read(model, ids)
-    assert 768 < check(routed_text(seen.tokens, seen.through, seen.layers)) < 3 * 768
+    assert 768 < check(routed_text(*routes.routed(model, rows), routes.routed_layers(model))) < 3 * 768
 
 
-def test_losses_are_those_of_eval(home: Path, finished: Path, tmp_path: Path) -> None:
+def test_losses_are_those_of_eval(finished: Path, mod: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
-    model = dg.load(finished / "mod")
-    config = runs.twins(DemoConfig(out=str(finished), data=str(home / "<i>&.jsonl"), steps=STEPS))["tiny-mod"]
-    documents = measure.held_out(config, model)
+    model = dg.load(mod)
+    documents = held_out(mod, model.tokenizer)
     with (tmp_path / "held.jsonl").open("w") as file:
         for start, stop in pairwise(documents.bounds.tolist()):
             ids = windows(documents, [start], stop - start).tokens[0, :-1].tolist()
             file.write(json.dumps({"text": model.tokenizer.decode(ids)}) + "\n")
-    found = evaluate(EvalConfig(str(finished / "mod"), str(tmp_path / "held.jsonl"), device="cpu"))
-    figures = measured("tiny-mod", config).figures
-    assert figures["held_out_tokens"] == found["tokens"]
-    assert figures["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
-    assert figures["bits_per_byte_top_k"] == pytest.approx(found["bits_per_byte_top_k"], rel=1e-5)
-    assert figures["nats_per_byte"] == pytest.approx(found["bits_per_byte"] * math.log(2), rel=1e-5)
-    assert figures["bits_per_byte"] != figures["bits_per_byte_top_k"]
-
-
-def test_the_page_takes_no_side() -> None:
-    rows = [{"model": "tiny-mod", "nats_per_byte": 1.5}, {"model": "tiny-dense", "nats_per_byte": 1.4}]
-    assert report.verdict(rows) == "Here tiny-dense has the lower causal loss: 1.400 against 1.500 nats a byte"
-    rows[1]["nats_per_byte"] = 1.6
-    assert report.verdict(rows) == "Here tiny-mod has the lower causal loss: 1.500 against 1.600 nats a byte"
-    rows[1]["nats_per_byte"] = 1.5001
-    assert report.verdict(rows) == "Here both have the same causal loss: 1.500 nats a byte"
-
-
-def test_smoothing_by_hand() -> None:
-    nan = float("nan")
-    assert report.smoothed([(1, 4.0), (2, nan), (3, 2.0)]) == [(1, 4.0), (2, 4.0), (3, 3.0)]
-    line = [(float(x), float(x)) for x in range(100)]
-    assert report.smoothed(line)[50] == (50.0, 40.5)  # the mean of 31 to 50
+    found = evaluate(EvalConfig(str(mod), str(tmp_path / "held.jsonl"), device="cpu"))
+    rows = [json.loads(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    (row,) = [row for row in rows if row["variant"] == "tiny-mod"]
+    assert row["measured_tokens"] == found["tokens"]
+    assert row["bits_per_byte"] == pytest.approx(found["bits_per_byte"], rel=1e-5)
+    assert row["loss_causal"] == pytest.approx(found["nats_per_token"], rel=1e-5)
+    assert row["loss"] == pytest.approx(found["nats_per_token_top_k"], rel=1e-5)
+    assert row["loss"] != row["loss_causal"]
 
 
 def test_refused_before_training(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
