@@ -28,8 +28,8 @@ from depthgate.isoflop.study import Study
 from depthgate.loading import held_out
 from depthgate.presets import PRESETS, train_config
 from depthgate.routing import Slots
-from depthgate.view import heldout as routes
 from depthgate.view.page import routed_text
+from depthgate.view.routes import held_out_tokens, read
 from tests.view.chromium import Browser
 
 # Reads as markup, has characters of several bytes, and nothing about it is Python.
@@ -101,9 +101,9 @@ def test_last_line_is_the_report_which_stands_alone(
         assert f"<h3>{name}</h3>" in text
         for line in ("training", "held out, causal"):
             assert f"{name}, {line}" in text
-    shown = re.sub(r"<(script|style)>.*?</\1>", "", text, flags=re.S)
+    body = text[text.index("<main>") : text.index("</main>")]
     for absent in ("http://", "https://", "<script", "<b ", "<folder>", "<i>&", "\0", "\x1b", "\u202e", "url(", "src="):
-        assert absent not in shown
+        assert absent not in body
     assert "&lt;folder&gt;" in text
     assert text.count("</pre>") == 3  # the coloured text and two samples
     assert text.count("</html>") == 1
@@ -194,15 +194,14 @@ PART = re.compile(r"byte (\d) of \d of (\S+)")
 def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: Path) -> None:
     torch.set_num_threads(1)
     model = dg.load(mod)
-    rows = routes.piece(held_out(mod, model.tokenizer), 64)
-    ids = rows.tokens.flatten().tolist()
-    assert len(ids) == 768
+    ids = held_out_tokens(held_out(mod, model.tokenizer), 768)
+    rows = torch.tensor(ids).view(12, 64)
     # Real text: the beginning of a document.
     texts = [json.loads(line)["text"] for line in (home / "<i>&.jsonl").read_text().splitlines()]
     assert any(text.encode().startswith(bytes(ids)) for text in texts)
 
     def check(page: str) -> int:
-        plans = model(rows.tokens, rows.pos, rows.doc, causal=True).plans
+        plans = model(rows, causal=True).plans
         chosen = [plan.chosen.flatten().tolist() for plan in plans if isinstance(plan, Slots)]
         spans = SPAN.findall(page)
         assert len(spans) == len(ids)
@@ -223,9 +222,10 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
     check((finished / "report.html").read_text())
     # After a few steps the causal rule routes next to nothing: have it route about half, and look again.
     for _ in range(4):
-        for i, plan in enumerate(model(rows.tokens, rows.pos, rows.doc, causal=True).plans):
+        for i, plan in enumerate(model(rows, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
-    assert 768 < check(routed_text(*routes.routed(model, rows), routes.routed_layers(model))) < 3 * 768
+    seen = read(model, ids).routes
+    assert 768 < check(routed_text(seen.tokens, seen.through, seen.layers)) < 3 * 768
 
 
 def test_losses_are_those_of_eval(finished: Path, mod: Path, tmp_path: Path) -> None:

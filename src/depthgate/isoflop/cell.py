@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor
 
-from depthgate.data.token_file import cache_folder, prepare
 from depthgate.checkpoint.store import METRICS
+from depthgate.data.token_file import cache_folder, prepare
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import write_json

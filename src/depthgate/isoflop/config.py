@@ -9,7 +9,7 @@ from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_positive
-from depthgate.ops.sizes import swiglu_hidden
+from depthgate.flops import swiglu_hidden
 from depthgate.options import DEVICES, Options, choice, count, number, positive, switch
 from depthgate.presets import PRESETS, train_config
 

@@ -243,7 +243,8 @@ def batch_for(budget: float, context: int) -> int:
 def total_flops(training: TrainConfig, steps: int) -> float:
     """Training FLOPs of so many steps, a falling capacity included."""
     falling = min(training.capacity_steps, steps) if training.model.routed else 0
-    models = [replace(training.model, capacity=capacity(training, step)) for step in range(falling)]
+    shares = (capacity(training.model.capacity, step, training.capacity_steps) for step in range(falling))
+    models = [replace(training.model, capacity=share) for share in shares]
     per_token = sum(map(training_flops, models)) + training_flops(training.model) * (steps - falling)
     return per_token * training.batch * training.model.context
 

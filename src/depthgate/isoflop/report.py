@@ -10,10 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from depthgate.console import print_table
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.generation.engine import generate
@@ -23,8 +20,8 @@ from depthgate.isoflop.study import Speed, Study, duration
 from depthgate.loading import held_out, load
 from depthgate.view import page as pages
 from depthgate.view.figures import figure_bytes, new_figure
-from depthgate.view.heldout import piece, routed, routed_layers
 from depthgate.view.page import Html, line_chart, routed_text, visible
+from depthgate.view.routes import held_out_tokens, read
 from depthgate.view.runs import curve as metric_curve
 from depthgate.view.runs import read_runs
 
@@ -33,17 +30,18 @@ TITLE = "depthgate isoflop: models at equal training FLOPs"
 _LOSS = "causal loss, nats per token"
 _NOTE = (
     "Losses are of held-out text, in nats per token. Causal: every router decides from the token alone, as in "
-    "generation; this is the figure that counts. Top k: it looks at the whole sequence, as in training. FLOPs are those "
-    "of the matrix products, forward and backward, counted from the configuration, attention without the saving of a "
-    "causal mask."
+    "generation; this is the figure that counts. Top k: it looks at the whole sequence, as in training. FLOPs are "
+    "those of the matrix products, forward and backward, counted from the configuration, attention without the saving "
+    "of a causal mask."
 )
 _FITTED = (
     "Best loss: the lowest point of the fitted curve; best size: the lowest mean of one. Intervals are of 95%, by a "
     "bootstrap of the residuals of each curve."
 )
 _SHAPE = ("variant", "budget", "layers x width", "parameters", "FLOPs per token", "tokens", "steps", "lr")
-_BEST = ("budget", "variant", "best loss", "95%", "best size", "parameters", "95% ", "forward FLOPs per token")
+_BEST = ("variant", "budget", "best loss", "95%", "best size", "parameters", "95% ", "forward FLOPs per token")
 _MARKERS = "osD^vP*X"
+_SHOWN = 768  # tokens of the coloured text
 _PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue
 
 
@@ -70,7 +68,7 @@ def print_grid(study: Study, as_json: bool) -> None:
         print(json.dumps({"cells": timed, "flops": flops, "estimated_seconds": _json_number(sum(seconds))}))
         return
     lines = [[*_shape(row), duration(s)] for row, s in zip(rows, seconds, strict=True)]
-    _print_table(f"{len(cells)} cells, {flops:.3g} FLOPs", (*_SHAPE, "time"), lines)
+    print_table((*_SHAPE, "time"), lines, f"{len(cells)} cells, {flops:.3g} FLOPs")
     print(f"one after another: {duration(sum(seconds))}, about; nothing was trained")
     sweep = "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)"
     more = {
@@ -108,9 +106,9 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         return
     if one_size:
         heads, *lines = zip(*_cell_table(rows), strict=True)
-        _print_table("Results", heads, lines)
+        print_table(heads, lines, "Results")
     else:
-        _print_table("The best of each variant", _BEST, [_best_line(curve) for curve in curves])
+        print_table(_BEST, [_best_line(curve) for curve in curves], "The best of each variant")
     print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
 
 
@@ -188,7 +186,7 @@ def _best_line(curve: Curve) -> list[str]:
     def span(found: Interval, form: str) -> str:
         return "-" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
 
-    start, lowest = [short_flops(curve.budget), curve.variant], f"{curve.lowest[1]:.4f}"
+    start, lowest = [curve.variant, short_flops(curve.budget)], f"{curve.lowest[1]:.4f}"
     if not curve.bracketed:
         return [*start, f"below {lowest}", "-", lowest, "-", "-", f"- ({curve.open_because})"]
     loss, forward = span(curve.loss_interval, ".4f"), short_flops(curve.forward_flops(curve.params))
@@ -201,15 +199,6 @@ def _best_line(curve: Curve) -> list[str]:
         span(curve.params_interval, ",.0f"),
         forward,
     ]
-
-
-def _print_table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for head in heads:
-        table.add_column(head, justify="left" if head == "variant" else "right", no_wrap=True)
-    for line in lines:
-        table.add_row(*line)
-    Console(width=max(160, Console().width)).print(table)
 
 
 def _strong(sentence: str) -> Html:
@@ -300,7 +289,7 @@ def _trained(study: Study) -> dict[str, object]:
 def _training_chart(best: Mapping[str, Row], folders: Mapping[str, Path]) -> Html:
     lines, marks, steps = {}, {}, 1
     for name, folder in folders.items():
-        points, steps = metric_curve(read_runs([str(folder)])[0], "flops", "loss", 60)
+        points, steps = metric_curve(read_runs([folder])[0], "flops", "loss", 60)
         lines[f"{name}, training"] = [(flops / 1e12, loss) for flops, loss in points]
         marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in best[name].get("held_out", [])]
     about = (
@@ -313,23 +302,21 @@ def _training_chart(best: Mapping[str, Row], folders: Mapping[str, Path]) -> Htm
 def _routed(row: Row, folder: Path) -> Html:
     """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
     model = load(folder)
-    layers = routed_layers(model)
-    tokens, through = routed(model, piece(held_out(folder, model.tokenizer), model.config.context))
+    found = read(model, held_out_tokens(held_out(folder, model.tokenizer), _SHOWN)).routes
     about = (
-        f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: the "
-        f"start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of the "
-        f"routed layers ({', '.join(map(str, layers))}) computed it under the causal choice; hovering names them. All "
-        "other layers compute every token. · is a space, ↵ the end of a line."
+        f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: "
+        "the start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of "
+        f"the routed layers ({', '.join(map(str, found.layers))}) computed it under the causal choice; hovering names "
+        "them. All other layers compute every token. · is a space, ↵ the end of a line."
     )
-    return pages.join([pages.paragraph(about), routed_text(tokens, through, layers)])
+    return pages.join([pages.paragraph(about), routed_text(found.tokens, found.through, found.layers)])
 
 
 def _samples(study: Study, folders: Mapping[str, Path]) -> Html:
     most, seed, shown = study.config.samples, study.config.seed, []
     for name, folder in folders.items():
         model = load(folder)
-        documents = held_out(folder, model.tokenizer)
-        prompt = piece(documents, model.config.context).tokens[0, :_PROMPT].tolist()
+        prompt = held_out_tokens(held_out(folder, model.tokenizer), _SHOWN)[:_PROMPT]
         found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
         text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
         shown.append(Html(f"<div><h3>{pages.html(name)}</h3>{pages.preformatted(text)}</div>"))

@@ -21,7 +21,7 @@ from depthgate.checkpoint import store as checkpoint
 from depthgate.data import sources
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import cache_folder, prepare
-from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer, HFTokenizer, TextTokenizer, load_tokenizer
+from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import replace, write_json
@@ -66,17 +66,21 @@ class Study:
 
     def _plan(self) -> None:
         """The grid and its cells, from the tokenizer and the learning rates as far as they are known."""
-        name, path = self.config.tokenizer, self.out.absolute() / TOKENIZER
-        if name == "bpe":
-            trained = (path / "tokenizer.json").exists()
-            name, vocab = str(path), load_tokenizer(path).vocab if trained else self.config.vocab
-        elif name == "bytes":
-            vocab = ByteTokenizer().vocab
-        else:
-            name, vocab = str(Path(name).absolute()), HFTokenizer.from_folder(name).vocab
+        name, vocab = self.config.tokenizer, self.config.vocab
+        if name != "bpe" or (self.out / TOKENIZER / "tokenizer.json").exists():
+            vocab = self._tokenizer().vocab
+        if name != "bytes":
+            name = str(self.out.absolute() / TOKENIZER if name == "bpe" else Path(name).absolute())
         assert vocab is not None
         self.grid = Grid(self.config, name, vocab, self.device, self._read_rates())
         self.cells = self.grid.cells()
+
+    def _tokenizer(self) -> TextTokenizer:
+        """The tokenizer of all cells; bpe is trained where it is not in the folder yet."""
+        config = self.config
+        return tokenizer_by_name(
+            config.tokenizer, config.data, config.vocab, self.out / TOKENIZER if config.tokenizer == "bpe" else None
+        )
 
     def _check_fits(self, cells: Sequence[Cell]) -> None:
         if cells and self.config.launcher == "local":  # the memory of other machines is not known here
@@ -175,17 +179,7 @@ class Study:
 
     def _prepare(self) -> None:
         """Tokenize once, before several processes would."""
-        name = self.config.tokenizer
-        tokenizer: TextTokenizer = ByteTokenizer()
-        if name == "bpe":
-            folder = self.out / TOKENIZER
-            if not (folder / "tokenizer.json").exists():
-                assert self.config.vocab is not None
-                BPETokenizer.train(sources.documents(self.config.data), self.config.vocab).save(folder)
-            tokenizer = load_tokenizer(folder)
-        elif name != "bytes":
-            tokenizer = HFTokenizer.from_folder(name)
-        shards = prepare(self.config.data, tokenizer, cache_folder(), self.config.validation)
+        shards = prepare(self.config.data, self._tokenizer(), cache_folder(), self.config.validation)
         Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
 
     def _sweep(self) -> None:
