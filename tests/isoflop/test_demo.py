@@ -9,6 +9,7 @@ import time
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ def test_last_line_is_the_report_which_stands_alone(
     home: Path, finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The worst that a model could write.
-    monkeypatch.setattr(report, "generate", lambda *_, **__: [dg_generation(HOSTILE)])
+    monkeypatch.setattr(report, "generate", lambda *_, **__: [SimpleNamespace(tokens=list(HOSTILE.encode()))])
     before = {path: path.stat().st_mtime_ns for path in finished.rglob("step-*/*")}
     (finished / "report.html").unlink()
     assert demo(home, finished.name) == 0  # finished before: nothing is trained again
@@ -113,13 +114,6 @@ def test_last_line_is_the_report_which_stands_alone(
             browser.assert_report(finished / "report.html", width)
     finally:
         browser.close()
-
-
-def dg_generation(text: str) -> Any:
-    class Generation:
-        tokens = list(text.encode())
-
-    return Generation
 
 
 def test_one_seed_gives_one_result_and_an_interrupted_demo_the_same(
