@@ -30,6 +30,7 @@ def page(tmp_path_factory):
             for n, values in enumerate([[2.5], [2.5, 2.5000000000000004], [-1e99, 1e99], [1e-15, 3e-15], [0.0, 0.0]])
         ),
         pages.line_chart("From zero", "d", {"a": [(0.0, 7.0), (1.0, 8.0)]}, "x", "y", from_zero=True),
+        pages.line_chart("Small", "d", {"a": [(0.011, 3.0), (0.034, 2.0)]}, "size", "loss", log_x=True),
     ]
     out = tmp_path_factory.mktemp("charts") / "page.html"
     out.write_text(pages.page("charts", {"": pages.row(made)}))

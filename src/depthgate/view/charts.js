@@ -57,9 +57,12 @@
   }
 
   // Numbers on a log axis: 1, 2 and 5 times a power of ten, or the powers alone where there are many.
-  function few(u, marks) {
-    const wanted = u.scales.x.max > 1000 * u.scales.x.min ? /^1e/ : /^[125]e/;
-    return marks.map((mark) => wanted.test(Number(mark.toPrecision(5)).toExponential()) ? mark : null);
+  // (uPlot's own never end where an axis begins below 1 between two of its marks.)
+  function few(u, _, low, high) {
+    const found = [];
+    for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
+      for (const times of high > 1000 * low ? [1] : [1, 2, 5]) found.push(Number(`${times}e${n}`));
+    return found.filter((mark) => low <= mark && mark <= high);
   }
 
   function options(chart, width) {
@@ -87,7 +90,7 @@
       },
       scales: { x: { time: false, distr: chart.logX ? 3 : 1, range: across(chart) }, y: { range: upright(chart) } },
       axes: [
-        { ...axis, label: chart.x || undefined, size: 30, labelSize: 20, labelGap: 2, grid: { show: false }, ...(chart.logX && { filter: few }), ...named },
+        { ...axis, label: chart.x || undefined, size: 30, labelSize: 20, labelGap: 2, grid: { show: false }, ...(chart.logX && { splits: few, filter: (_, marks) => marks }), ...named },
         { ...axis, label: chart.y, labelSize: 20, grid: { stroke: line, width: 1 }, size: (_, marks) => 18 + 7.5 * Math.max(2, ...(marks ?? []).map((mark) => String(mark).length)) },
       ],
       series: [{}, ...chart.series.map((each) => drawn(each, chart))],
