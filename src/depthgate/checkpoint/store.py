@@ -82,24 +82,14 @@ def plain_files(state: Plain, config: Plain) -> dict[str, bytes]:
 
 
 def to_json(value: Plain, what: str) -> bytes:
-    """Encode plain data; tuples become lists, and everything else that JSON would change or not hold is refused."""
+    """Encode plain data; tuples become lists."""
     try:
         text = json.dumps(value, indent=1).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise DepthgateError(f"{what} is not plain data ({error}): use numbers, text, lists and dicts") from None
-    if wrong := [key for key in _keys(value) if not isinstance(key, str)]:
-        raise DepthgateError(f"{what} has the key {wrong[0]!r}: JSON would turn it into text; use text")
     if len(text) > MAX_JSON:
         raise DepthgateError(f"{what} is {len(text)} bytes of JSON, more than {MAX_JSON}: save the bulk as tensors")
     return text
-
-
-def _keys(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        yield from value
-        value = list(value.values())
-    for inner in value if isinstance(value, list | tuple) else ():
-        yield from _keys(inner)
 
 
 @contextmanager

@@ -39,16 +39,9 @@ def damaged(path: Path, what: str) -> DepthgateError:
 
 
 def from_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """Decode a JSON object; a name that stands twice is damage, as two readers could take different values."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise ValueError("a name stands twice")
-        return found
-
+    """Decode a JSON object."""
     try:
-        value = json.loads(text, object_pairs_hook=unique)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"is not the JSON it should be ({error})") from None
     if not isinstance(value, dict):

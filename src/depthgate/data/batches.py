@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count
 from math import ceil, isqrt
@@ -26,13 +26,6 @@ class Rows(NamedTuple):
     pos: Tensor  # from 0 in every piece of a document; padding: -1
     doc: Tensor  # 0, 1, 2 ... within the window; padding: -1
     dropped: Tensor  # (B,) tokens that became padding because the window held too many documents
-
-
-class Batch(NamedTuple):
-    """Rows, and the number of the sequence that follows: a run resumed there sees what this one would have seen."""
-
-    rows: Rows
-    next: int
 
 
 def windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None = None) -> Rows:
@@ -135,7 +128,7 @@ def _round_keys(key: int) -> tuple[int, ...]:
 
 def batches(
     packed: Packed, batch: int, start: int = 0, workers: int = 0, rank: int = 0, world: int = 1
-) -> Iterator[Batch]:
+) -> Iterator[Rows]:
     """Batches without end, from sequence `start`: rows rank, rank + world ... of every `batch` sequences.
 
     Workers are threads that prepare the next batches; the work is all in torch, which lets other threads run. The
@@ -147,23 +140,18 @@ def batches(
     check_count(world, "world")
     check_count(rank, "rank", minimum=0, maximum=world - 1)
     check_divides(world, batch, "world", "batch")
-    return _stream(packed, batch, start, workers, rank, world)
+    numbers = (range(first + rank, first + batch, world) for first in count(start, batch))
+    return _ahead(packed, numbers, workers) if workers else map(packed.rows, numbers)
 
 
-def _stream(packed: Packed, batch: int, start: int, workers: int, rank: int, world: int) -> Iterator[Batch]:
-    def make(first: int) -> Batch:
-        return Batch(packed.rows(range(first + rank, first + batch, world)), first + batch)
-
-    firsts = count(start, batch)
-    if not workers:
-        yield from map(make, firsts)
-        return
+def _ahead(packed: Packed, numbers: Iterator[range], workers: int) -> Iterator[Rows]:
+    """The rows of these numbers, in order, made by threads before they are asked for."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="depthgate-data")
     try:
-        waiting: deque[Future[Batch]] = deque(pool.submit(make, next(firsts)) for _ in range(2 * workers))
+        waiting = deque(pool.submit(packed.rows, next(numbers)) for _ in range(2 * workers))
         while True:
             ready = waiting.popleft().result()
-            waiting.append(pool.submit(make, next(firsts)))
+            waiting.append(pool.submit(packed.rows, next(numbers)))
             yield ready
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -26,12 +26,13 @@ from torch import Tensor
 from depthgate import files
 from depthgate.data.sources import documents, fingerprint
 from depthgate.data.tokenizer import TextTokenizer
-from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_probability
+from depthgate.errors import DepthgateError, DepthgateWarning
 
 VERSION = 1
 _MAGIC = b"DGTOKENS"
 _HEADER = struct.Struct("<8sIIQQQII32s")  # magic, then as TokenFile reads them
 _HEADER_SIZE = 128
+_HELD_OUT = 0.005  # the share of the tokens that no run trains on
 _SMALL = 2**26  # files of up to 64 MiB are hashed whenever they are opened, which takes a tenth of a second
 _STALE = 24 * 3600  # seconds after which the temporary file of a killed process is removed
 
@@ -131,20 +132,13 @@ class Shards(NamedTuple):
 
 
 def prepare(
-    data: str,
-    tokenizer: TextTokenizer,
-    cache: str | Path | None = None,
-    validation: str | None = None,
-    validation_share: float = 0.005,
+    data: str, tokenizer: TextTokenizer, cache: str | Path | None = None, validation: str | None = None
 ) -> Shards:
-    """Documents of `data`, and of `validation` where given; otherwise a share of the documents is held out, the same
-    ones for every run, so that runs of different seeds can be compared."""
-    check_probability(validation_share, "validation_share")
-    if validation is None and not validation_share:
-        raise InvalidValueError("validation_share is 0: it must be above 0, or name a validation file")
+    """Documents of `data`, and of `validation` where given; otherwise some documents are held out, the same ones for
+    every run, so that runs of different seeds can be compared."""
     file = tokenize(data, tokenizer, cache)
     if validation is None:
-        return split(file, validation_share)
+        return split(file, _HELD_OUT)
     return Shards(everything(file), everything(tokenize(validation, tokenizer, cache)))
 
 

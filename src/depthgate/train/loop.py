@@ -200,7 +200,7 @@ class Loop:
         saved = self.restored
         self.clock = time.perf_counter()
         while state["step"] < config.steps and not world.any(bool(stopped)):
-            waiting.append(self._start(next(stream).rows))
+            waiting.append(self._start(next(stream)))
             due = state["step"] % config.checkpoint_every == 0
             while len(waiting) > (0 if due else self.late):
                 record(self._row(waiting.popleft()))
