@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from depthgate.cli import main
-from depthgate.view.routes import Routes
+from depthgate.view.routes import RoutedLayer, Routes
 from depthgate.view.runs import Run
 
 HOSTILE = "<script>alert(1)</script> </script><img src=x onerror=alert(2)> &amp; \x00\x1b \u202eabc\u202c שלום 👩‍👩‍👧 é"
@@ -42,8 +42,10 @@ def large(tokens: int = 4000, layers: int = 8) -> Routes:
     gates = [[round(1 + math.tanh(score), 4) if score > 1.1 else 0.0 for score in row] for row in scores]
     words = ["the", " quick", " brown", "\n", " fox", ".", " <b>"]
     texts = [words[i % 7] for i in range(tokens)]
-    numbers = [2 * i + 2 for i in range(layers)]
-    return Routes(texts, numbers, 2 * layers, scores, gates, causal, top_k, causal, [1.0] * tokens)
+    layers = [
+        RoutedLayer(2 * i + 2, *each, each[-2]) for i, each in enumerate(zip(scores, gates, causal, top_k, strict=True))
+    ]
+    return Routes(2 * len(layers), layers, texts, [1.0] * tokens)
 
 
 def a_run(name="a", steps=10, **more) -> Run:

@@ -11,7 +11,7 @@ from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Slots
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import plans_figure
-from depthgate.view.routes import Routes, Seen, read, text_page
+from depthgate.view.routes import RoutedLayer, Routes, Seen, read, text_page
 from tests.view.pages import page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
@@ -44,7 +44,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     assert 0 < len(entering) < len(ids)
     assert [t for t, chosen in enumerate(mode.choices) if chosen] == entering
     assert [mode.choices[t] for t in entering] == within.choice[0].tolist()[: len(entering)]
-    assert found.layers == [2]
+    assert found.numbers == [2]
 
 
 def test_plans_of_another_model_are_refused(runs):
@@ -55,16 +55,15 @@ def test_plans_of_another_model_are_refused(runs):
             expert_layers(kinds, plans, 8)
 
 
-def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
+def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
     """A text so short that the layer routes none of its tokens has no plan of its experts."""
-    choice = [[True]]
-    found = Routes(["a"], [2], 2, [[0.0]], [[0.0]], choice, choice, choice, [0.0])
+    found = Routes(2, [RoutedLayer(2, [0.0], [0.0], [True], [True], [True])], ["a"], [0.0])
     config = dg.ModelConfig(
         **{"vocab": 257, "dim": 16, "layers": 2, "heads": 2, "context": 8, "pattern": "moe,mode"},
         **{"experts": 4, "null_experts": 2, "capacity": 0.25},
     )
     plans = dg.Decoder(config)(torch.tensor([[1]])).plans
-    waiting, idle = expert_layers(config.kinds, _nobody_enters(plans), 1, (4, 2))
+    waiting, idle = expert_layers(config.kinds, _without_entries(plans), 1, (4, 2))
     assert (waiting.used, idle.used, idle.experts, idle.null_experts) == (1, 0, 4, 2)
     page = text_page("t", "about", Seen(found, [waiting, idle], []))
     assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
@@ -74,10 +73,10 @@ def test_experts_to_whom_nobody_comes_are_counted_and_not_drawn(tmp_path):
         "layer 1: load of the experts"
     ]
     with pytest.raises(DepthgateError, match="no token came to any expert"):
-        plans_figure(Seen(Routes.empty([], 2), [idle], []), None)
+        plans_figure(Seen(Routes(2, []), [idle], []), None)
 
 
-def _nobody_enters(plans):
+def _without_entries(plans):
     """The plans as they are where the routed layer takes no token: its experts have none."""
     outer = plans[1]
     empty = outer._replace(tokens=outer.tokens[..., :0], gates=outer.gates[..., :0])

@@ -11,7 +11,7 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
-from depthgate.view.routes import Routes, Seen, read, text_page
+from depthgate.view.routes import RoutedLayer, Routes, Seen, read, text_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 
@@ -52,7 +52,8 @@ def test_losses_depths_and_the_accuracy_of_the_rule(run):
     assert found.depths == [2 + len(layers) for layers in found.through]
     assert "".join(found.tokens) == "over a lazy dog"
     plans = model(torch.tensor([ids])).plans
-    assert found.accuracy == pytest.approx([float(predictor_accuracy(plan)) for plan in plans])
+    right = [float(predictor_accuracy(plan)) for plan in plans]
+    assert [layer.shares["rule_accuracy"] for layer in found.layers] == pytest.approx(right)
 
 
 def test_hostile_text_is_shown_as_text(run, tmp_path):
@@ -111,23 +112,24 @@ def test_plans_of_another_model_or_text_are_refused(run):
     model = dg.load(run)
     plans = model(torch.tensor([model.tokenizer.encode("abcdef")]), causal=True).plans
     with pytest.raises(DepthgateError, match="of another model"):
-        Routes.empty([2], 4).add(list("abcdef"), plans, plans, [0.0] * 6)
+        Routes(4, [RoutedLayer(2)]).add(list("abcdef"), plans, plans, [0.0] * 6)
     with pytest.raises(DepthgateError, match="of another text"):
-        Routes.empty([2, 4], 4).add(list("abc"), plans, plans, [0.0] * 3)
+        Routes(4, [RoutedLayer(2), RoutedLayer(4)]).add(list("abc"), plans, plans, [0.0] * 3)
 
 
 def test_what_is_no_number_is_said_so():
     found = large(40, 2)
-    found.scores[0][3], found.gates[0][3] = math.nan, math.inf
-    found.scores[1][:] = [math.nan] * 40
+    one, two = found.layers
+    one.scores[3], one.gates[3] = math.nan, math.inf
+    two.scores[:] = [math.nan] * 40
     page = text_page("odd", "about", Seen(found, [], []))
     assert "42 of the scores and gates are not numbers (NaN or infinite)" in page
-    known = [score for score in found.scores[0] if score == score]
+    known = [score for score in one.scores if score == score]
     assert f"<td>{sum(known) / 39:.3f}</td>" in page  # the mean of the others
     assert "nan" not in page.lower().replace("(nan or infinite)", "")
 
 
-def test_a_large_page_is_small_and_asks_nobody():
+def test_a_large_page_is_small_and_requests_nothing():
     text = text_page("a large text", "about", Seen(large(layers=48), [], []))
     assert len(text.encode()) < 2_800_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org|github\.com/leeoniya)", text)

@@ -43,21 +43,23 @@ def test_the_map_has_all_cells_and_hovering_shows_their_numbers(browser, big):
     browser.open(big)
     assert browser.js("Number(document.getElementById('map').dataset.cells)") == 4000 * 8
     assert browser.js("document.querySelectorAll('pre [data-t]').length") == 4000
-    kinds = {(on, best): t for t, (on, best) in enumerate(zip(found.causal[2], found.top_k[2], strict=True))}
+    third = found.layers[2]
+    kinds = {both: t for t, both in enumerate(zip(third.causal, third.top_k, strict=True))}
     assert len(kinds) == 4  # all that two rules can say
     for t, row in ((3, 0), (2000, 3), (3999, 7), *((t, 2) for t in kinds.values())):
         browser.click("#whole")
         browser.click(f'pre [data-t="{t}"]')
         browser.js("for (let i = 0; i < 12; i++) document.getElementById('closer').click()")
         line = hover(browser, t, row)
-        on, best = found.causal[row][t], found.top_k[row][t]
+        layer = found.layers[row]
+        on, best = layer.causal[t], layer.top_k[t]
         assert line.startswith(f'Token {t} "')
-        assert f"layer {found.layers[row]}:" in line
-        assert f"score {found.scores[row][t]}" in line
+        assert f"layer {layer.number}:" in line
+        assert f"score {layer.scores[t]}" in line
         assert ("skipped" in line) != on
         assert ("not by the top k" in line) == (on and not best)
         assert ("but in the top k" in line) == (best and not on)
-        assert (f"gate {found.gates[row][t]}" in line) if on else ("gate" not in line)
+        assert (f"gate {layer.gates[t]}" in line) if on else ("gate" not in line)
     browser.assert_alone()
 
 
@@ -74,7 +76,7 @@ def test_what_is_drawn_is_what_was_decided(browser, big):
             place = f"44 + ({t} + .5) * (c.clientWidth - 44) / 8, {TOP + row * ROW + 6}, 1, 1"
             pixel = f"[...c.getContext('2d').getImageData({place}).data].slice(0, 3).join()"
             seen = browser.js(f"((c) => {pixel})(document.getElementById('map'))")
-            assert seen == wanted[(found.causal[row][t], found.top_k[row][t])]
+            assert seen == wanted[(found.layers[row].causal[t], found.layers[row].top_k[t])]
 
 
 def test_the_keyboard_moves_and_zooms(browser, big):

@@ -62,7 +62,7 @@ def test_numbers_can_be_read_off_the_charts(browser, page, run, runs):
 
 
 def test_a_run_has_one_colour_in_all_charts(browser, tmp_path):
-    """Though the first routes nobody, and has no line in the chart of routed shares."""
+    """Though the first has no routed layers, and no line in the chart of routed shares."""
     dense, mod = a_run("dense"), a_run("mod")
     for row in dense.rows:
         row["routed_share"] = []
@@ -109,7 +109,7 @@ def test_the_report_of_a_run_reloads_itself_while_the_run_is_live(browser, run, 
     assert "no step is recorded yet" in report.read_text()
     (folder / "metrics.jsonl").write_text("".join(lines[:4]))
     write_report(folder, live=True)
-    report.write_text(report.read_text().replace(LIVE, LIVE.replace("15", "1")))  # nobody waits in a test
+    report.write_text(report.read_text().replace(LIVE, LIVE.replace("15", "1")))  # sooner, for the test
     browser.open(report)
     assert "4 of 12" in browser.text("main .wide")
     assert "The run is going on, and this page reloads itself." in browser.text("main")

@@ -122,13 +122,11 @@ def _about(config: ViewConfig, model: LanguageModel, found: Seen) -> str:
 
 
 def _figures(found: Seen) -> dict[str, Any]:
-    routes = found.routes
+    layers = found.routes.layers
+    names = ("routed_share", "top_k_share", "agreement", "rule_accuracy")
     return {
-        "tokens": len(routes.tokens),
-        "layers": routes.layers,
-        "routed_share": routes.shares(routes.causal),
-        "top_k_share": routes.shares(routes.top_k),
-        "agreement": routes.agreement,
-        "rule_accuracy": routes.accuracy,
+        "tokens": len(found.routes.tokens),
+        "layers": found.routes.numbers,
+        **{name: [layer.shares[name] for layer in layers] for name in names},
         "experts": [{"layer": e.layer, "load": e.load, "null_share": e.null_share} for e in found.experts],
     }

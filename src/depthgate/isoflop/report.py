@@ -306,10 +306,10 @@ def _routed(row: Row, folder: Path) -> Html:
     about = (
         f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: "
         "the start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of "
-        f"the routed layers ({', '.join(map(str, found.layers))}) computed it under the causal choice; hovering names "
+        f"the routed layers ({', '.join(map(str, found.numbers))}) computed it under the causal choice; hovering names "
         "them. All other layers compute every token. · is a space, ↵ the end of a line."
     )
-    return pages.join([pages.paragraph(about), routed_text(found.tokens, found.through, found.layers)])
+    return pages.join([pages.paragraph(about), routed_text(found.tokens, found.through, found.numbers)])
 
 
 def _samples(study: Study, folders: Mapping[str, Path]) -> Html:

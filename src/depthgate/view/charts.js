@@ -79,7 +79,7 @@
       legend: { markers: { width: 3, dash: (u, number) => chart.series[number - 1].kind === "mark" ? "dotted" : u.series[number].dash?.length ? "dashed" : "solid" } },
       cursor: {
         points: { size: 9 },
-        // Of each series the value nearest to the cursor, wherever the other series have theirs.
+        // Of each series the value nearest to the cursor, whatever places the other series have.
         dataIdx: (u, number, i) => {
           const ys = u.data[number], xs = u.data[0], far = (n) => Math.abs(xs[n] - xs[i]);
           let before = i, after = i;

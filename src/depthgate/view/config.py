@@ -1,4 +1,4 @@
-"""What `depthgate view` can be told. Imports no torch."""
+"""Options of `depthgate view`. Imports no torch."""
 
 from dataclasses import dataclass
 
@@ -44,6 +44,6 @@ class ViewConfig(Options):
 
     @property
     def page(self) -> str | None:
-        """Where the page goes; None: nowhere."""
+        """File of the page; None: no page is asked for."""
         other = self.png or self.svg
         return self.out or (None if other else "page.html")

@@ -75,10 +75,10 @@ def _draw_map(found: Routes, part: Any) -> None:
     from matplotlib.patches import Patch
 
     axes, side = part.subplots(1, 2, sharey=True, width_ratios=(5, 1))
-    cells = [[2 * a + b for a, b in zip(x, y, strict=True)] for x, y in zip(found.causal, found.top_k, strict=True)]
+    cells = [[2 * a + b for a, b in zip(each.causal, each.top_k, strict=True)] for each in found.layers]
     colours = ListedColormap(list(_CELLS.values()))
     axes.imshow(cells, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
-    axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.layers)
+    axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.numbers)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
@@ -87,7 +87,7 @@ def _draw_map(found: Routes, part: Any) -> None:
     used = {cell for row in cells for cell in row}
     keys = [Patch(color=colour, label=name) for n, (name, colour) in enumerate(_CELLS.items()) if n in used]
     part.legend(handles=keys, loc="outside upper center", ncols=4, frameon=False)
-    side.barh(range(len(found.layers)), found.shares(found.causal), color=_BLUE)
+    side.barh(range(len(found.layers)), [layer.shares["routed_share"] for layer in found.layers], color=_BLUE)
     side.set(xlabel="routed share")
     side.grid(alpha=0.3, axis="x")
 

@@ -74,7 +74,7 @@
     const { t, l } = at, a = on(data.causal, l, t), b = on(data.top_k, l, t);
     const how = a && b ? "routed" : a ? "routed causally, not by the top k" : b ? "skipped causally, but in the top k" : "skipped";
     const gate = a || data.gates[l][t] !== 0 ? ", gate " + number(data.gates[l][t]) : "", name = document.createElement("bdi");
-    name.textContent = data.tokens[t];  // whichever way it runs, the rest stays in order
+    name.textContent = data.tokens[t];  // in an element of its own: if it runs from right to left, the rest of the line does not
     said.replaceChildren(`Token ${t} "`, name, `", layer ${data.layers[l]}: ${how}, score ${number(data.scores[l][t])}${gate}`);
     if (!waiting) { waiting = true; requestAnimationFrame(mark); }
   }

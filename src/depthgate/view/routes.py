@@ -1,9 +1,10 @@
 """Routing decisions as plain data, and the pages that show them: of a text that a model reads, of plans alone."""
 
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -28,34 +29,44 @@ from depthgate.view.experts import (
 from depthgate.view.page import Html, count, isolated, pieces, visible
 
 _LAYERS = (
-    "Rule right: for how many tokens the causal rule (the predictor, where that is the rule) says what the top k says "
-    "of the same hidden states. Decided alike: how many tokens two whole passes, one causal and one by the top k, "
-    "route alike; differences in earlier layers count too."
+    "Decided alike: how many tokens two whole passes, one causal and one by the top k, route alike; differences in "
+    "earlier layers count too. Rule right: for how many tokens the causal rule (the predictor, where that is the rule) "
+    "says what the top k says of the same hidden states."
 )
 
 
 @dataclass(frozen=True)
+class RoutedLayer:
+    """One layer that tokens may skip; each list has a value for every token."""
+
+    number: int  # from 1
+    scores: list[float] = field(default_factory=list)
+    gates: list[float] = field(default_factory=list)  # factors of the block's result; 0 where the token skips
+    causal: list[bool] = field(default_factory=list)  # routed by the causal rule
+    top_k: list[bool] = field(default_factory=list)  # routed by the top k, in a pass where all layers take the top k
+    rule: list[bool] = field(default_factory=list)  # the causal rule in that same pass: what it is trained to get right
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of the tokens: those that a causal pass routes, that one by the top k routes, that both route alike,
+        and those for which the causal rule says what the top k says of the same hidden states."""
+        kinds: dict[str, Iterable[bool]] = {
+            "routed_share": self.causal,
+            "top_k_share": self.top_k,
+            "agreement": map(operator.eq, self.causal, self.top_k),
+            "rule_accuracy": map(operator.eq, self.rule, self.top_k),
+        }
+        return {name: sum(flags) / max(1, len(self.causal)) for name, flags in kinds.items()}
+
+
+@dataclass(frozen=True)
 class Routes:
-    """T tokens and L routed layers; each list of lists is (L, T)."""
+    """Tokens, and the layers that they may skip."""
 
-    tokens: list[str]  # bytes that are not text alone are escaped: see view.page
-    layers: list[int]  # numbers of the routed layers, from 1
     depth: int  # layers in all
-    scores: list[list[float]]
-    gates: list[list[float]]  # factors of the block's result; 0 where the token skips
-    causal: list[list[bool]]  # routed by the causal rule
-    top_k: list[list[bool]]  # routed by the top k, in a pass where all layers take the top k
-    rule: list[list[bool]]  # the causal rule's answer in that same pass: what it is trained to get right
-    losses: list[float]  # nats of each token, given those before it; not a number where nothing is before it
-
-    @classmethod
-    def empty(cls, layers: Sequence[int], depth: int) -> "Routes":
-        """No tokens yet."""
-
-        def rows() -> list[list[Any]]:
-            return [[] for _ in layers]
-
-        return cls([], list(layers), depth, rows(), rows(), rows(), rows(), rows(), [])
+    layers: list[RoutedLayer]
+    tokens: list[str] = field(default_factory=list)  # bytes that are not text alone are escaped: see view.page
+    losses: list[float] = field(default_factory=list)  # nats, given the tokens before; not a number where none is
 
     def add(
         self,
@@ -80,50 +91,31 @@ class Routes:
         def values(of: Tensor) -> list[Any]:
             return of[row, :, 0].detach().cpu()[kept].tolist()
 
-        real = kept.tolist()
-        self.tokens.extend(token for token, on in zip(tokens, real, strict=True) if on)
-        self.losses.extend(loss for loss, on in zip(losses, real, strict=True) if on)
-        for layer, (plan, other) in enumerate(zip(mine, best, strict=True)):
-            self.scores[layer] += values(plan.scores.float())
-            self.gates[layer] += values(_token_gates(plan))
-            self.causal[layer] += values(plan.chosen if plan.causal else plan.causal_choice)
-            self.top_k[layer] += values(other.chosen)
-            self.rule[layer] += values(other.chosen if other.causal else other.causal_choice)
+        for token, loss, real in zip(tokens, losses, kept.tolist(), strict=True):
+            if real:
+                self.tokens.append(token)
+                self.losses.append(loss)
+        for layer, plan, other in zip(self.layers, mine, best, strict=True):
+            layer.scores.extend(values(plan.scores.float()))
+            layer.gates.extend(values(_token_gates(plan)))
+            layer.causal.extend(values(plan.chosen if plan.causal else plan.causal_choice))
+            layer.top_k.extend(values(other.chosen))
+            layer.rule.extend(values(other.chosen if other.causal else other.causal_choice))
 
     @property
     def through(self) -> list[list[int]]:
-        """For each token, the routed layers that computed it, by the causal rule."""
-        columns = zip(*self.causal, strict=True) if self.layers else [()] * len(self.tokens)
-        return [[layer for layer, on in zip(self.layers, column, strict=True) if on] for column in columns]
+        """For each token, the numbers of the routed layers that computed it, by the causal rule."""
+        return [[layer.number for layer in self.layers if layer.causal[t]] for t in range(len(self.tokens))]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the routed layers."""
+        return [layer.number for layer in self.layers]
 
     @property
     def depths(self) -> list[int]:
         """Number of layers that computed each token."""
         return [self.depth - len(self.layers) + len(layers) for layers in self.through]
-
-    def shares(self, choice: list[list[bool]]) -> list[float]:
-        """The share of the tokens that each layer took."""
-        return [sum(row) / max(1, len(row)) for row in choice]
-
-    @property
-    def odd(self) -> int:
-        """Number of scores and gates that are not finite."""
-        return sum(not math.isfinite(x) for rows in (self.scores, self.gates) for row in rows for x in row)
-
-    @property
-    def agreement(self) -> list[float]:
-        """The share of the tokens that a causal pass routes as one by the top k does, in each layer."""
-        return _alike(self.causal, self.top_k)
-
-    @property
-    def accuracy(self) -> list[float]:
-        """The share of the tokens for which the causal rule says what the top k says of the same hidden states."""
-        return _alike(self.rule, self.top_k)
-
-
-def _alike(one: list[list[bool]], other: list[list[bool]]) -> list[float]:
-    pairs = zip(one, other, strict=True)
-    return [sum(a == b for a, b in zip(x, y, strict=True)) / max(1, len(x)) for x, y in pairs]
 
 
 def _token_gates(plan: Slots) -> Tensor:
@@ -152,8 +144,8 @@ class Seen(NamedTuple):
 @torch.no_grad()
 def read(model: LanguageModel, ids: Sequence[int]) -> Seen:
     """The decisions of a model's routers and experts about a text, which is read a window at a time."""
-    layers = [i for i, kind in enumerate(model.kinds, 1) if kind in ("mod", "mode", "random")]
-    found, experts = Routes.empty(layers, len(model.kinds)), list[ExpertLayer]()
+    layers = [RoutedLayer(i) for i, kind in enumerate(model.kinds, 1) if kind in ("mod", "mode", "random")]
+    found, experts = Routes(len(model.kinds), layers), list[ExpertLayer]()
     for start in range(0, len(ids), model.context):
         part = ids[start : start + model.context]
         tokens = torch.tensor([part], device=model.device)
@@ -186,7 +178,7 @@ def seen(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None,
             raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
     # Within a routed layer, others see the routed tokens alone; those plans have no place on a map of all tokens.
     depth = {i: p for i, p in enumerate(plans, 1) if isinstance(p, Slots) and p.scores.shape[1:] == (length, 1)}
-    routes, routed = Routes.empty(list(depth), len(plans)), list(depth.values())
+    routes, routed = Routes(len(plans), [RoutedLayer(i) for i in depth]), list(depth.values())
     routes.add(tokens or list(map(str, range(length))), routed, routed, [math.nan] * length, row)
     return Seen(routes, [each for each in found if isinstance(each, ExpertLayer)], slots)
 
@@ -195,7 +187,7 @@ def text_page(title: str, about: object, found: Seen) -> Html:
     """The page of a text: which tokens went deep, layer by layer."""
     routes = found.routes
     if routes.layers:
-        text = {"The text, by depth": pages.routed_text(routes.tokens, routes.through, routes.layers)}
+        text = {"The text, by depth": pages.routed_text(routes.tokens, routes.through, routes.numbers)}
         rest = {"Which tokens go deep": _deep(routes)}
     else:
         plain = "".join(piece.text for piece in pieces(routes.tokens))
@@ -230,11 +222,11 @@ def _map(found: Routes) -> Html:
     data = {
         "tokens": [piece.label for piece in shown],
         "heads": {t: piece.heading for t, piece in enumerate(shown) if piece.heading != piece.label},
-        "layers": found.layers,
-        "scores": [_packed(row) for row in found.scores],
-        "gates": [_packed(row) for row in found.gates],
-        "causal": ["".join(map(str, map(int, row))) for row in found.causal],
-        "top_k": ["".join(map(str, map(int, row))) for row in found.top_k],
+        "layers": found.numbers,
+        "scores": [_packed(layer.scores) for layer in found.layers],
+        "gates": [_packed(layer.gates) for layer in found.layers],
+        "causal": ["".join(str(int(on)) for on in layer.causal) for layer in found.layers],
+        "top_k": ["".join(str(int(on)) for on in layer.top_k) for layer in found.layers],
     }
     layers, tokens = count(len(found.layers), "layer"), count(len(found.tokens), "token")
     cells = len(found.layers) * len(found.tokens)
@@ -247,40 +239,43 @@ def _packed(row: Sequence[float]) -> list[int | None]:
     return [round(x * 10_000) if math.isfinite(x) else None for x in row]
 
 
+def _finite(values: Sequence[float]) -> list[float]:
+    return [x for x in values if math.isfinite(x)]
+
+
 def _mean(values: Sequence[float]) -> str:
-    known = [x for x in values if math.isfinite(x)]
+    known = _finite(values)
     return f"{fmean(known):.3f}" if known else "-"
 
 
 def _odd(found: Routes) -> list[object]:
-    if not found.odd:
-        return []
-    said = "of the scores and gates is not a number" if found.odd == 1 else "of the scores and gates are not numbers"
-    return [pages.note(f"{found.odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")]
+    """A note where scores or gates are not finite."""
+    odd = sum(len(values) - len(_finite(values)) for layer in found.layers for values in (layer.scores, layer.gates))
+    said = "of the scores and gates is not a number" if odd == 1 else "of the scores and gates are not numbers"
+    return [pages.note(f"{odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")] if odd else []
 
 
 def _layers(found: Routes) -> Html:
-    decided = ("routed causally", "routed by the top k", "rule right", "decided alike")
-    heads = ("layer", *decided, "mean score", "mean gate")
-    shares = (found.shares(found.causal), found.shares(found.top_k), found.accuracy, found.agreement)
+    shares = ("routed causally", "routed by the top k", "decided alike", "rule right")
     lines = []
-    for i, (layer, *figures) in enumerate(zip(found.layers, *shares, strict=True)):
-        gates = [gate for gate, on in zip(found.gates[i], found.causal[i], strict=True) if on]
-        lines.append([layer, *(f"{figure:.1%}" for figure in figures), _mean(found.scores[i]), _mean(gates)])
-    routed = dict(zip(map(str, found.layers), shares[0], strict=True))
+    for layer in found.layers:
+        shown = [f"{share:.1%}" for share in layer.shares.values()]
+        gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
+        lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
+    routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
     title, about = "Routed share of each layer", "Under the causal choice."
     bars = pages.bar_chart(title, about, routed, "share of the tokens", x="layer")
-    return pages.join([pages.table(heads, lines, _LAYERS), bars])
+    return pages.join([pages.table(("layer", *shares, "mean score", "mean gate"), lines, _LAYERS), bars])
 
 
 def _histograms(found: Routes) -> Html:
     drawn = []
-    for layer, row in zip(found.layers, found.scores, strict=True):
-        if scores := [score for score in row if math.isfinite(score)]:
+    for layer in found.layers:
+        if scores := _finite(layer.scores):
             counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
             bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
             about = f"How many of {count(len(scores), 'token')} have which score."
-            drawn.append(pages.bar_chart(f"Layer {layer}", about, bars, "tokens", x="router score"))
+            drawn.append(pages.bar_chart(f"Layer {layer.number}", about, bars, "tokens", x="router score"))
     return pages.row(drawn or [pages.paragraph("No score is a finite number.")])
 
 
