@@ -1,9 +1,10 @@
 """Named starting points for `depthgate train`: option -> value, in the dotted names of the command line."""
 
 import difflib
+from dataclasses import replace
 from typing import Any
 
-from depthgate.config import TrainConfig, build
+from depthgate.config import ModelConfig, TrainConfig, build
 from depthgate.errors import InvalidValueError
 
 _TINY = {
@@ -71,6 +72,15 @@ def settle_vocab(options: Any) -> None:
             options.vocab = None
         elif options.tokenizer == start.get("tokenizer", "bytes"):
             options.tokenizer = "bpe"
+
+
+def with_vocab(config: TrainConfig, vocab: int) -> TrainConfig:
+    """The configuration with the tokenizer's vocabulary; another one that was asked for is refused."""
+    if config.model.vocab not in (ModelConfig.vocab, preset(config.preset).get("model.vocab"), vocab):
+        raise InvalidValueError(
+            f"model.vocab is {config.model.vocab}, but the tokenizer has {vocab} tokens: leave model.vocab out"
+        )
+    return replace(config, model=replace(config.model, vocab=vocab))
 
 
 def train_config(name: str, **options: Any) -> TrainConfig:

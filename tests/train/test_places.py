@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_later_leaves_what_was_saved(tmp_path, data, name):
     assert train(out, data, 5) == 0
     result = forks.run({"argv": words(out, data, 1000, "--resume", every), "limit": limit})
     refused(result, says.format(out=out))
-    assert names(out) == {"config.json", "metrics.jsonl", "tokenizer", "step-5"}
+    assert names(out) == {"config.json", "metrics.jsonl", "report.html", "tokenizer", "step-5"}
     assert json.loads((out / "config.json").read_text())["data"] == data
     assert train(tmp_path / "whole", data, 12) == 0
     assert train(out, data, 12, "--resume") == 0
@@ -165,7 +165,7 @@ def test_folders_and_files_without_permission(tmp_path, data):
     assert "the configuration in the newest checkpoint is used" in done[-1][1]  # it cannot be read, but replaced
     assert done[-1][0] == 0
     for name in ("run", "closed", "metrics"):
-        assert names(tmp_path / name) == {"config.json", "metrics.jsonl", "tokenizer", "step-5"}
+        assert names(tmp_path / name) == {"config.json", "metrics.jsonl", "report.html", "tokenizer", "step-5"}
     assert not (tmp_path / "new").exists() or not names(tmp_path / "new")
 
 
@@ -220,7 +220,7 @@ def test_what_a_killed_process_left_is_ignored_and_cleared_away(tmp_path, data):
         (tmp_path / "a" / name).write_text("half")
     assert dg.load(tmp_path / "a")
     assert train(tmp_path / "a", data, 7, "--resume") == 0
-    assert names(tmp_path / "a") == {"config.json", "metrics.jsonl", "tokenizer", "step-5", "step-7"}
+    assert names(tmp_path / "a") == {"config.json", "metrics.jsonl", "report.html", "tokenizer", "step-5", "step-7"}
 
 
 def test_where_tokens_are_kept(tmp_path, monkeypatch):

@@ -122,10 +122,3 @@ def test_the_report_of_a_run_reloads_itself_while_the_run_is_live(browser, run, 
     assert "The run has ended." in browser.text("main")
     assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.jsonl", "report.html"}
     assert browser.errors == []
-
-
-def test_a_report_that_cannot_be_written_does_not_stop_a_run(tmp_path):
-    (tmp_path / "file").write_text("")
-    for name in ("absent", "file"):
-        write_report(tmp_path / name, live=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,1 +1,1 @@
-"""Training: text and data, the loop, and checkpoints that survive a kill, a full disk and damage."""
+"""Training: one loop for `train` and `finetune`, its steps, optimizers and run folders, and evaluation."""

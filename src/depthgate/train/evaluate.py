@@ -1,4 +1,4 @@
-"""How well a model predicts a text, deciding causally (the figure that counts) and by the top k."""
+"""Evaluation: how well a model predicts a text, deciding causally (the figure that counts) and by the top k."""
 
 import math
 from typing import Any
@@ -13,14 +13,16 @@ from depthgate.errors import DepthgateError
 from depthgate.loading import LanguageModel
 from depthgate.routing import Groups, Slots
 
+_Counts = list[tuple[int, int]]  # of each layer: tokens that count, and all
+
 
 @torch.no_grad()
 def measure(model: LanguageModel, documents: Documents, batch: int, most: int | None = None) -> dict[str, Any]:
-    """The figures of a model over documents, `batch` windows of `context` tokens at a time: of all, or of windows with
-    about `most` tokens, spread evenly."""
+    """The figures of a model over documents, `batch` windows of `context` tokens at a time: over all windows, or over
+    some with about `most` tokens, spread evenly."""
     nats = {True: 0.0, False: 0.0}
     targets = size = 0
-    entered, agreed, used = _Ratios(), _Ratios(), _Ratios()
+    entered, agreed, used = list[_Counts](), list[_Counts](), list[_Counts]()
     for rows in validation_rows(documents, model.context, batch, most):
         tokens, wanted, pos, doc = (t.to(model.device) for t in rows[:4])
         kept = wanted >= 0
@@ -34,13 +36,13 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
             nats[causal] += loss.item() * count
             slots = [plan for plan in plans if isinstance(plan, Slots)]
             if causal:
-                entered.add([(int((plan.chosen & inside).sum()), real) for plan in slots])
+                entered.append([(int((plan.chosen & inside).sum()), real) for plan in slots])
                 continue
             both = [(plan.causal_choice & plan.chosen, plan.causal_choice | plan.chosen) for plan in slots]
-            agreed.add([(int((yes & inside).sum()), int((any_ & inside).sum())) for yes, any_ in both])
+            agreed.append([(int((yes & inside).sum()), int((any_ & inside).sum())) for yes, any_ in both])
             # Of the choices that tokens make, those of an expert that is not null.
             groups = [plan for plan in plans if isinstance(plan, Groups)]
-            used.add([(int(p.computed.sum()), int((p.choice >= 0).sum())) for p in groups])
+            used.append([(int(p.computed.sum()), int((p.choice >= 0).sum())) for p in groups])
         targets += count
         size += sum(_bytes_of(*row, model.tokenizer) for row in zip(tokens, wanted, doc, strict=True))
     if not size:
@@ -55,9 +57,9 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
         "bits_per_byte": nats[True] / math.log(2) / size,
         "nats_per_token_top_k": nats[False] / targets,
         "bits_per_byte_top_k": nats[False] / math.log(2) / size,
-        "agreement": agreed.shares,
-        "routed_share": entered.shares,
-        "expert_share": used.shares,
+        "agreement": _shares(agreed),
+        "routed_share": _shares(entered),
+        "expert_share": _shares(used),
     }
 
 
@@ -72,21 +74,7 @@ def _bytes_of(tokens: Tensor, targets: Tensor, doc: Tensor, tokenizer: TextToken
     return size
 
 
-class _Ratios:
-    """A share for each layer, of counts that are added up: the same for any size of batch."""
-
-    def __init__(self) -> None:
-        self.parts: list[int] = []
-        self.wholes: list[int] = []
-
-    def add(self, counts: list[tuple[int, int]]) -> None:
-        if not self.parts:
-            self.parts, self.wholes = [0] * len(counts), [0] * len(counts)
-        for i, (part, whole) in enumerate(counts):
-            self.parts[i] += part
-            self.wholes[i] += whole
-
-    @property
-    def shares(self) -> list[float]:
-        """1 where there was nothing to count."""
-        return [part / whole if whole else 1.0 for part, whole in zip(self.parts, self.wholes, strict=True)]
+def _shares(counts: list[_Counts]) -> list[float]:
+    """The share of each layer over all batches: the same for any size of batch; 1 where there was nothing to count."""
+    sums = [(sum(part for part, _ in layer), sum(whole for _, whole in layer)) for layer in zip(*counts, strict=True)]
+    return [part / whole if whole else 1.0 for part, whole in sums]

@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from depthgate.checkpoint import distributed
 from depthgate.checkpoint import store as checkpoint
-from depthgate.config import ModelConfig, RunConfig, TrainConfig
+from depthgate.config import RunConfig, TrainConfig
 from depthgate.data.batches import Packed, Rows, batches
 from depthgate.data.token_file import Documents, cache_folder, prepare
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer, tokenizer_by_name
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
-from depthgate.presets import preset
+from depthgate.presets import with_vocab
 from depthgate.routing import Groups, Plans, Slots, TopTokens, causal_bce, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
 from depthgate.train.parallel import CompiledDecoder, build_decoder, joined, like, shard
@@ -41,7 +42,7 @@ def train(config: TrainConfig, resume: bool) -> int:
         joined(resolve_device(config.device)) as world,
         _prepared(world, config, resume) as (folder, tokenizer, documents),
     ):
-        config = _with_vocab(config, tokenizer)
+        config = with_vocab(config, tokenizer.vocab)
         packed = Packed(documents, config.model.context, config.seed, config.max_documents)
         task = Pretraining(replace(config, max_documents=_documents(packed)), world)
         optimizers = optim.build(task.model, config, world)
@@ -63,15 +64,6 @@ def _prepared(world: World, config: TrainConfig, resume: bool) -> Iterator[tuple
         documents = prepare(config.data, tokenizer, cache_folder(), config.validation).train
         world.wait()
         yield folder, tokenizer, documents
-
-
-def _with_vocab(config: TrainConfig, tokenizer: TextTokenizer) -> TrainConfig:
-    """The configuration with the tokenizer's vocabulary; another one that the user asked for is refused."""
-    if config.model.vocab not in (ModelConfig.vocab, preset(config.preset).get("model.vocab"), tokenizer.vocab):
-        raise InvalidValueError(
-            f"model.vocab is {config.model.vocab}, but the tokenizer has {tokenizer.vocab} tokens: leave it out"
-        )
-    return replace(config, model=replace(config.model, vocab=tokenizer.vocab))
 
 
 def _documents(packed: Packed) -> int:
@@ -282,23 +274,13 @@ class Loop:
             "optimizer": optim.state_tensors(self.task.model, self.optimizers),
             "rng": {"cpu": torch.get_rng_state()},
         }
-        what = (self.folder, step, tensors, self.state, run_folder.plain(self.config), self.config.keep)
-        if self.world.size == 1:
-            checkpoint.save(*what)
-        else:
-            from depthgate.checkpoint import distributed as sharded
-
-            sharded.save(*what, self.world)
+        config = run_folder.plain(self.config)
+        distributed.save(self.folder, step, tensors, self.state, config, self.config.keep, self.world)
         return step
 
     def _restore(self) -> None:
         held = self.task.held()
-        if self.world.size == 1:
-            found = checkpoint.load(self.folder)
-        else:
-            from depthgate.checkpoint import distributed as sharded
-
-            found = sharded.load(self.folder, self.world, held)
+        found = distributed.load(self.folder, self.world, held)
         found.state.pop("capacity", None)  # kept by older runs of finetune, and never needed
         self.world.agree(lambda: run_folder.check_found(found, self.config, self.state, self.task.model, held))
         if found.state["data"] != self.state["data"]:

@@ -1,19 +1,19 @@
 """Several processes as one (`torchrun ... -m depthgate train`): FSDP2 from outside the model.
 
 Each process holds a part of every weight and computes its own rows of each batch. Checkpoints are written and read by
-all together (see `sharded`), and any number of processes can go on with them.
+all together (see checkpoint.distributed), and any number of processes can go on with them.
 """
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -22,7 +22,7 @@ from depthgate.config import ModelConfig
 from depthgate.device import World
 from depthgate.model import Decoder, residual
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.routing import Plans, Threshold
+from depthgate.routing import Plans
 
 
 class CompiledDecoder(Decoder):
@@ -68,14 +68,6 @@ def shard(model: Decoder, world: World) -> None:
     register_fsdp_forward_method(model, "loss")
 
 
-def average_thresholds(model: nn.Module, world: World) -> None:
-    """Make the thresholds of all processes one: the mean of those that each moved by its own rows."""
-    if world.size > 1:
-        for module in model.modules():
-            if isinstance(module, Threshold):
-                module.average.copy_(world.sum(module.average) / world.size)
-
-
 @contextmanager
 def joined(device: str) -> Iterator[World]:
     """The processes that torchrun started, or this one alone."""
@@ -92,11 +84,6 @@ def joined(device: str) -> Iterator[World]:
     finally:
         gc.collect()  # a sharded model holds its process group, and both are in cycles
         dist.destroy_process_group()
-
-
-def whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors put together from all processes; every process must ask."""
-    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
 def like(tensor: Tensor, model: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ _FREE = (
     "data",  # where it is: what is in it is known by its fingerprint
 )
 _SECONDS = 10  # between lines in a pipe
+_REPORT_SECONDS, _REPORT_SHARE = 30, 0.01  # between reports, at least; most of the time that they may take
 Row = dict[str, Any]
 Show = Callable[[Row], None]
 
@@ -113,7 +114,7 @@ def _forget(run: Path, config: str) -> None:
     with suppress(OSError):
         if checkpoint.steps(run) or ((run / METRICS).exists() and (run / METRICS).stat().st_size):
             return
-        for name in (config, METRICS):
+        for name in (config, METRICS, "report.html"):
             (run / name).unlink(missing_ok=True)
         shutil.rmtree(run / TOKENIZER, ignore_errors=True)
 
@@ -185,12 +186,13 @@ def check_found(
 def _check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
     """Refuse a state without the names and types of `new`, or with an odd number."""
     state = found.state
-    fits = state.keys() == new.keys() and state.get("step") == found.step
-    for name, value in new.items() if fits else ():
+
+    def fits(name: str, value: Any) -> bool:
         number = isinstance(value, int | float)
-        fits = fits and type(state[name]) is type(value)
-        fits = fits and (not number or (math.isfinite(state[name]) and state[name] >= 0))
-    if not fits:
+        return type(state[name]) is type(value) and (not number or 0 <= state[name] < math.inf)
+
+    known = state.keys() == new.keys() and state["step"] == found.step
+    if not known or not all(fits(name, value) for name, value in new.items()):
         raise damaged(found.path / "state.json", "is not the state of a run")
 
 
@@ -232,8 +234,8 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def recording(config: RunConfig, run: Path, last: int, first_process: bool) -> Iterator[Show]:
-    """A function that takes rows of metrics after step `last`: into the folder, to the tracker and onto the screen. It
-    does nothing in other processes than the first."""
+    """A function that takes the rows of metrics after step `last`, for the folder, the tracker, the screen and the
+    report. It does nothing in other processes than the first."""
     if not first_process:
         yield lambda row: None  # noqa: ARG005
         return
@@ -241,14 +243,41 @@ def recording(config: RunConfig, run: Path, last: int, first_process: bool) -> I
         closing(Metrics(run, last)) as metrics,
         _tracker(config.tracker, run, plain(config)) as track,
         _progress_line(config.steps, last) as show,
+        _report(run) as report,
     ):
 
         def record(row: Row) -> None:
-            metrics.add(row)
-            track(row)
-            show(row)
+            for take in (metrics.add, track, show, report):
+                take(row)
 
         yield record
+
+
+@contextmanager
+def _report(run: Path) -> Iterator[Show]:
+    """report.html in the run's folder, a page that reloads itself while the run lives. It is written at the start, with
+    some of the rows, and at the end; if it cannot be written, the run goes on without it."""
+    from depthgate.view.runs import write_report
+
+    due = 0.0
+
+    def write(live: bool) -> None:
+        nonlocal due
+        began = time.monotonic()
+        if due == math.inf or (live and began < due):
+            return
+        try:
+            write_report(run, live)
+            due = began + max(_REPORT_SECONDS, (time.monotonic() - began) / _REPORT_SHARE)
+        except Exception as error:  # whatever it is: a page is no reason to stop training
+            due = math.inf
+            warnings.warn(f"report.html is not kept up to date: {error}", DepthgateWarning, stacklevel=2)
+
+    write(live=True)
+    try:
+        yield lambda row: write(live=True)  # noqa: ARG005
+    finally:
+        write(live=False)
 
 
 class Metrics:
@@ -256,16 +285,11 @@ class Metrics:
 
     def __init__(self, run: Path, last: int) -> None:
         """Remove rows after step `last`, whose steps will be made again, and a row that was cut short."""
-        path = run / METRICS
-        files.replace(path, "".join(line for line in self._lines(path) if self._step(line) <= last))
+        path, kept = run / METRICS, list[str]()
+        with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
+            kept = [line for line in file if self._step(line) <= last]
+        files.replace(path, "".join(kept))
         self.file = path.open("a", encoding="utf-8")
-
-    @staticmethod
-    def _lines(path: Path) -> list[str]:
-        if not path.exists():
-            return []
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return list(file)
 
     @staticmethod
     def _step(line: str) -> float:

@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from depthgate.config import RunConfig
 from depthgate.data.batches import Packed, Rows
 from depthgate.device import World
 from depthgate.routing import Plans, Threshold, update_thresholds
 from depthgate.train import optim
-from depthgate.train.parallel import average_thresholds, whole
 
 _WARMUP = 2  # steps before a capture, in which libraries and the compiler set themselves up
 
@@ -130,7 +130,8 @@ class Step:
             shares.append(routed)
         loss = world.sum(loss)
         grads = [p.grad for p in self.task.model.parameters() if p.grad is not None]
-        norm = whole({"norm": torch.nn.utils.get_total_norm(grads)})["norm"]
+        norm = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         good = torch.zeros_like(finite) if dry else finite
         for optimizer in self.optimizers:
@@ -142,11 +143,13 @@ class Step:
         return torch.stack([loss, norm, *means])
 
     def _move_thresholds(self, seen: list[Plans], good: Tensor) -> None:
+        """Move thresholds by the plans of all parts, to the mean over the processes, if `good`."""
         before = [(rule.average.clone(), rule.weight.clone()) for rule in self._thresholds]
         for plans in seen:
             update_thresholds(self.task.model, plans)
-        average_thresholds(self.task.model, self.world)
         for rule, (average, weight) in zip(self._thresholds, before, strict=True):
+            if self.world.size > 1:
+                rule.average.copy_(self.world.sum(rule.average) / self.world.size)
             rule.average.copy_(torch.where(good, rule.average, average))
             rule.weight.copy_(torch.where(good, rule.weight, weight))
 

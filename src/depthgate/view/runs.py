@@ -3,7 +3,6 @@
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -221,14 +220,12 @@ def shares(runs: Sequence[Run], axis: str) -> dict[str, Points]:
 
 
 def write_report(folder: Path, live: bool) -> None:
-    """Keep report.html in a run's folder; while the run is `live` the page reloads itself. A report that cannot be
-    written does not stop the run."""
-    with suppress(OSError, DepthgateError):
-        run = _read(folder, short(folder.absolute().name))
-        going = "The run is going on, and this page reloads itself. If it does not change any more, the run was killed."
-        state = going if live else "The run has ended."
-        written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC. {state}"
-        replace(folder / REPORT, runs_page([run], pages.paragraph(written), live))
+    """Write report.html into a run's folder; while the run is `live` the page reloads itself."""
+    run = _read(folder, short(folder.absolute().name))
+    going = "The run is going on, and this page reloads itself. If it does not change any more, the run was killed."
+    state = going if live else "The run has ended."
+    written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC. {state}"
+    replace(folder / REPORT, runs_page([run], pages.paragraph(written), live))
 
 
 def runs_page(runs: Sequence[Run], about: Html | None = None, live: bool = False) -> Html:
