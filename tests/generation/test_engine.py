@@ -58,7 +58,7 @@ def said(results):
 @pytest.mark.parametrize(("pattern", "rule"), CASES)
 def test_cached_equals_uncached_and_every_row_its_solo_run(pattern, rule):
     model = built(pattern, rule)
-    for rows, temperature in ((1, 0.0), (3, 1.0), (8, 0.7)):
+    for rows, temperature in ((1, 0.0), (6, 0.8)):
         texts = prompts(rows, rows)
         options = {"max_new_tokens": 9, "temperature": temperature, "seed": list(range(rows))}
         cached = dg.generate(model, texts, **options, chunk=5)
@@ -198,7 +198,7 @@ def test_beams_find_the_best_of_all(pattern):
     greedy = dg.generate(model, [prompt], max_new_tokens=8, beams=1, temperature=0)[0]
     wide = dg.generate(model, [prompt], max_new_tokens=8, beams=4)[0]
     assert said([wide]) == said(dg.generate(model, [prompt], max_new_tokens=8, beams=4, cache=False))
-    assert likelihood(model, prompt, wide.tokens) >= likelihood(model, prompt, greedy.tokens) - 1e-9
+    assert likelihood(model, prompt, wide.tokens) >= likelihood(model, prompt, greedy.tokens)
 
 
 @torch.inference_mode()

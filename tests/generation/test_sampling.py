@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import check_logits, pick, uniform, weights
-from tests.conftest import close
+from tests.conftest import TOLERANCE, close
 
 HALVES = [0.5, 0.25, 0.125, 0.125]
 FORBIDDEN = -math.inf
+NEAR = TOLERANCE[torch.float32][1]  # decisions that are nearer may go either way in fp32
 
 
 def probabilities(logits, sampling, seen=None):
@@ -146,7 +147,7 @@ samplings = st.builds(
 def test_filters_and_choice_equal_the_loops(data, logits, sampling, u):
     seen = data.draw(st.lists(st.booleans(), min_size=len(logits), max_size=len(logits)))
     expected, gap = naive(logits, sampling, seen)
-    assume(gap > 1e-5)
+    assume(gap > NEAR)
     rows, mask = torch.tensor([logits]), torch.tensor([seen])
     found = probabilities(rows, sampling, mask)[0]
     close(found, torch.tensor(expected), torch.float32)
@@ -155,7 +156,7 @@ def test_filters_and_choice_equal_the_loops(data, logits, sampling, u):
     token, gap = naive_pick(expected, u)
     chosen = pick(rows, sampling, mask, torch.tensor([u], dtype=torch.float64))
     assert expected[int(chosen)] > 0
-    assert int(chosen) == token or gap < 1e-5
+    assert int(chosen) == token or gap < NEAR
 
 
 @settings(max_examples=20)
@@ -163,7 +164,7 @@ def test_filters_and_choice_equal_the_loops(data, logits, sampling, u):
 def test_frequencies_over_a_grid_of_numbers_are_the_filtered_softmax(logits, sampling):
     n, seen = 4096, [i % 3 == 0 for i in range(len(logits))]
     expected, gap = naive(logits, sampling, seen)
-    assume(gap > 1e-5)
+    assume(gap > NEAR)
     grid = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     chosen = pick(torch.tensor([logits] * n), sampling, torch.tensor([seen] * n), grid)
     counts = torch.bincount(chosen, minlength=len(logits)).tolist()

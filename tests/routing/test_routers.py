@@ -201,7 +201,7 @@ def test_soft_slots_laws(size, experts, slots, data):
     x = 100 * torch.randn(B, T, 8)
     pos = draw_pos(data, B, T)
     plan = router(x, pos)
-    assert plan.scores.abs().max() <= 3.0 + 1e-5
+    close(plan.scores.abs().clamp(min=3.0), torch.full_like(plan.scores, 3.0))  # none is larger
     valid = torch.ones(B, T, dtype=torch.bool) if pos is None else pos >= 0
     some = valid.any(1)
     close(plan.into.sum(1)[some], torch.ones(int(some.sum()), experts, slots))
