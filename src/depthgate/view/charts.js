@@ -56,13 +56,17 @@
     };
   }
 
-  // Numbers on a log axis: 1, 2 and 5 times a power of ten, or the powers alone where there are many.
+  // Numbers on a log axis: powers of ten, or as many of their multiples as give three of them at least.
   // (uPlot's own never end where an axis begins below 1 between two of its marks.)
   function few(u, _, low, high) {
-    const found = [];
-    for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
-      for (const times of high > 1000 * low ? [1] : [1, 2, 5]) found.push(Number(`${times}e${n}`));
-    return found.filter((mark) => low <= mark && mark <= high);
+    let found = [];
+    for (const times of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], Array.from({ length: 90 }, (_, n) => 1 + n / 10)]) {
+      found = [];
+      for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
+        found.push(...times.map((each) => Number(`${each}e${n}`)).filter((mark) => low <= mark && mark <= high));
+      if (found.length >= 3) break;
+    }
+    return found;
   }
 
   function options(chart, width) {

@@ -163,7 +163,7 @@ def _forms(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
         lines.append([name, f"{chose[expert].total():,}", *said, *[""] * (_FORMS - len(said))])
     about = f"Layer {layer.layer}: the tokens that most surely go to each expert, and how often they do."
     heads = ("expert", "tokens", *["token, times"] * _FORMS)
-    return pages.table(heads, lines, about, f"Table: tokens of the experts of layer {layer.layer}")
+    return pages.table(heads, lines, about)
 
 
 def slots_section(layers: Sequence[SlotLayer], grid: Grid | None) -> Html:

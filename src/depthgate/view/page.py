@@ -103,20 +103,14 @@ def data(name: str, value: object) -> Html:
     return Html(f'<script type="application/json" id="{html(name)}">{text}</script>')
 
 
-def table(
-    headers: Sequence[object], rows: Sequence[Sequence[object]], caption: object = "", name: str | None = None
-) -> Html:
-    """A table whose first column names its rows. A window narrower than the table scrolls it. `name` tells it from
-    others of the same columns."""
-    label = name or f"Table: {', '.join(str(header) for header in headers if not isinstance(header, Html) and header)}"
+def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: str) -> Html:
+    """A table whose first column names its rows. A window narrower than the table scrolls it."""
     head = "".join(f'<th scope="col">{html(header)}</th>' for header in headers)
     lines = [
         f'<tr><th scope="row">{html(first)}</th>{"".join(f"<td>{html(cell)}</td>" for cell in rest)}</tr>'
         for first, *rest in rows
     ]
-    # The caption stays outside of what scrolls: it is to wrap.
-    below = Html(f"<figcaption>{html(caption)}</figcaption>" if caption else "")
-    return fill("table", label=label, head=Html(head), body=Html("\n".join(lines)), caption=below)
+    return fill("table", head=Html(head), body=Html("\n".join(lines)), caption=caption)
 
 
 def line_chart(

@@ -273,4 +273,4 @@ def _table(runs: Sequence[Run]) -> Html:
         again = ", ".join(map(str, at["resumed_after"])) or "-"
         rows.append([name, run.model, step, *figures, again, at["bad_steps"]])
     about = "Bad steps: those without a finite loss, which change nothing."
-    return pages.table((*heads, "resumed after step", "bad steps"), rows, about, "Where the runs stand")
+    return pages.table((*heads, "resumed after step", "bad steps"), rows, about)
