@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
-from depthgate.ops.tokens import check_tokens, masked_positions
+from depthgate.ops.rows import check_tokens, masked_positions
 from depthgate.routing.gates import Gate
 from depthgate.routing.plan import Plan, Plans, Slots, Soft
 from depthgate.routing.routers import TopTokens

@@ -20,8 +20,7 @@ from depthgate.errors import (
 )
 from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
-from depthgate.ops.rows import take_rows
-from depthgate.ops.tokens import check_tokens, masked_positions, plain_positions
+from depthgate.ops.rows import check_tokens, masked_positions, plain_positions, take_rows
 from depthgate.routing import Plans, TopTokens
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import depthgate as dg
 from depthgate.drop_in import MixtureOfDepths
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
-from depthgate.ops.tokens import masked_positions
+from depthgate.ops.rows import masked_positions
 from depthgate.routing import RULES, TopTokens, update_thresholds
 from tests.conftest import close
 

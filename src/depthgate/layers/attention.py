@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
 from depthgate.ops.attention import cached_attention, can_pack, packed_attention, rope, rotation
-from depthgate.ops.tokens import check_per_token, check_tokens, plain_positions
+from depthgate.ops.rows import check_per_token, check_tokens, plain_positions
 
 
 class KeyValues(Protocol):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_probability
 from depthgate.layers.attention import Attention
-from depthgate.ops.tokens import check_tokens
+from depthgate.ops.rows import check_tokens
 from depthgate.routing.plan import Plans
 
 

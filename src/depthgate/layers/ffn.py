@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from depthgate.errors import InvalidValueError, check_choice, check_count
 from depthgate.flops import swiglu_hidden
 from depthgate.ops.matmul import expert_matmul, grouped_matmul
-from depthgate.ops.tokens import check_tokens
+from depthgate.ops.rows import check_tokens
 from depthgate.routing.plan import Plans
 
 

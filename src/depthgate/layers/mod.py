@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError
-from depthgate.ops.tokens import check_tokens, plain_positions
+from depthgate.ops.rows import check_tokens, plain_positions
 from depthgate.routing.gates import sigmoid
 from depthgate.routing.plan import Plan, Plans, Slots
 from depthgate.routing.routers import Scorer, TopTokens

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count
 from depthgate.flops import swiglu_hidden
 from depthgate.layers.ffn import Experts, SwiGLU
-from depthgate.ops.tokens import check_tokens, masked_positions
+from depthgate.ops.rows import check_tokens, masked_positions
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import TopExperts, TopTokens
 

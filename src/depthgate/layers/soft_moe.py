@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.layers.ffn import Experts
-from depthgate.ops.tokens import check_tokens, masked_positions
+from depthgate.ops.rows import check_tokens, masked_positions
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import SoftSlots
 

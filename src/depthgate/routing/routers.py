@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
 from depthgate.flops import budget
-from depthgate.ops.rows import inverse_for_gathering, take_rows
+from depthgate.ops.rows import check_per_token, check_tokens, inverse_for_gathering, plain_positions, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
-from depthgate.ops.tokens import check_per_token, check_tokens, plain_positions
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
