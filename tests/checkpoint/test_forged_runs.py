@@ -215,7 +215,7 @@ def test_ties_that_are_no_text_are_refused(run, text):
         assert same(weights(run), weights(run / BEFORE))
 
 
-# The tokenizer lies beside the checkpoints, outside their hashes
+# The tokenizer lies next to the checkpoints, outside their hashes
 TOKENIZERS = {
     "gone": (lambda folder: shutil.rmtree(folder), "tokenizer is missing"),
     "empty": (lambda folder: (folder / "tokenizer.json").write_text(""), "not a tokenizer"),

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from itertools import islice
 
 import pytest
@@ -219,13 +218,12 @@ def test_a_stream_that_is_left_ends_its_workers(many):
     stream = batches(Packed(many, 16), 4, workers=2)
     next(stream)
     stream.close()
-    deadline = time.monotonic() + 10
-    while any(t.name.startswith("depthgate-data") for t in threading.enumerate()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for worker in [thread for thread in threading.enumerate() if thread.name.startswith("depthgate-data")]:
+        worker.join(60)
+        assert not worker.is_alive()
 
 
-def test_an_interrupted_process_ends_at_once(many):
+def test_an_interrupted_process_ends(many):
     code = f"""
 import os, signal
 from depthgate.data.batches import Packed, batches

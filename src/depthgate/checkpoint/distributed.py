@@ -22,8 +22,8 @@ from depthgate.errors import DepthgateError, DepthgateWarning
 
 
 def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int, world: World) -> Path:
-    """Like `store.save`, by all processes together: the rows of split tensors that each holds, and the first
-    process's copy of all others, its state and its configuration."""
+    """Save by all processes together, as `store.save` does alone: the rows of split tensors that each holds, and the
+    first process's copy of all others, its state and its configuration."""
     if world.size == 1:
         return store.save(run, step, tensors, state, config, keep)
     run = Path(run)
@@ -63,8 +63,8 @@ def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, ke
 
 
 def load(run: Path, world: World, held: Mapping[str, Tensor]) -> Checkpoint:
-    """Like `store.load`, by all processes together, with the same result in all. A tensor that has the name of one in
-    `held` (or that name, a colon and more) and its shape is split as it is; all others are whole, on the CPU."""
+    """Load by all processes together, as `store.load` does alone, the same checkpoint in all. A tensor with the name of
+    one in `held` (or that name, a colon and more) and its shape is split as it is; others are whole, on the CPU."""
     if world.size == 1:
         return store.load(run)
 

@@ -6,7 +6,8 @@ Several processes save together with `checkpoint.distributed`, and each writes m
 A folder named step-N is complete: it gets that name by one rename, after all its files are on the disk. The manifest
 holds size and SHA-256 of each. .tmp-step-N-... is unfinished or on its way out: it is never loaded, and the next save
 removes it. .old-step-N-... is complete and about to be replaced; it counts until its successor stands.
-Hashes find damage, they are not a signature: whoever can write the folder can choose weights, but execute nothing.
+Hashes find damage, they are not a signature: write access to the folder gives choice of the weights, but executes
+nothing.
 """
 
 import fcntl

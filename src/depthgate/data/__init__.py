@@ -1,1 +1,1 @@
-"""From text to batches: sources, tokenizers, files of tokens, packed rows."""
+"""Text on its way to batches: sources, tokenizers, token files, packed rows."""
