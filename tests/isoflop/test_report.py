@@ -51,7 +51,7 @@ def test_single_sizes_are_compared_without_taking_a_side():
     assert compared([made("tiny-mod", 1.4001), dense]) == [
         "At 1e09 FLOPs tiny-dense and tiny-mod have the same causal loss: 1.400 nats per token."
     ]
-    assert compared([dense]) == ["At 1e09 FLOPs tiny-dense has the causal loss 1.400 nats per token."]
+    assert compared([dense]) == ["At 1e09 FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token."]
 
 
 def test_large_numbers_are_short():

@@ -55,7 +55,7 @@ def study_config(config: DemoConfig) -> IsoflopConfig:
         device="cpu",  # these models are too small for a GPU to help, and a CPU gives the same figures again
         parallel=1,
         measured=2**15,
-        measured_points=4,
+        points=4,
         samples=SAMPLED,
     )
 

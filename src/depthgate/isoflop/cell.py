@@ -1,29 +1,31 @@
 """Run cells, each from a fresh or interrupted training run to its row of results: in this process, in several, as tasks
 of Ray, or as jobs of Slurm."""
 
-import contextlib
 import gc
 import json
 import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stderr, suppress
 from dataclasses import replace
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor
 
 from depthgate.checkpoint.store import METRICS
-from depthgate.data.token_file import cache_folder, prepare
+from depthgate.data.token_file import prepare
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import write_json
@@ -37,15 +39,19 @@ from depthgate.train.evaluate import measure
 RESULT = "result.json"
 Row = dict[str, Any]
 Outcome = tuple[Cell, Row | Exception]
-_TEXTS = ("cell", "variant")
 _NUMBERS = ("budget", "params", "seed", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
+
+
+def say(line: str) -> None:
+    """Tell the user how far the study is."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def is_row(value: object) -> bool:
     """True if a value has everything that a report reads from a cell's row."""
     return (
         isinstance(value, dict)
-        and all(isinstance(value.get(name), str) for name in _TEXTS)
+        and all(isinstance(value.get(name), str) for name in ("cell", "variant"))
         and all(isinstance(value.get(name), float | int) and math.isfinite(value[name]) for name in _NUMBERS)
     )
 
@@ -57,18 +63,18 @@ def belongs(row: Row, cell: Cell) -> bool:
 
 def finished(cell: Cell) -> Row | None:
     """The row of a cell that was run to its end."""
-    path = cell.folder / RESULT
+    path, found = cell.folder / RESULT, None
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return None
     except ValueError:
-        found = None
-    if isinstance(found, dict) and not belongs(found, cell):
-        raise DepthgateError(f"{path} belongs to another study: choose another --out")
-    if not is_row(found):
+        pass
+    if not isinstance(found, dict) or (belongs(found, cell) and not is_row(found)):
         raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again")
-    return dict(found)
+    if not belongs(found, cell):
+        raise DepthgateError(f"{path} belongs to another study: choose another --out")
+    return found
 
 
 def text_file(cell: Cell, what: str) -> Path:
@@ -80,24 +86,24 @@ def run_cell(cell: Cell, config: IsoflopConfig, threads: int | None = None) -> R
     """Train, or go on; measure; return the row of results. A failure is written to a file next to the run. `threads`:
     those of a worker process, whose training writes its progress into a file too."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    error = text_file(cell, "error")
     try:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             if threads is not None:
                 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 torch.set_num_threads(threads)
                 inductor.compile_threads = threads  # cells that compile at once would each start one for every core
-                log = stack.enter_context(text_file(cell, "log").open("a", encoding="utf-8"))
-                stack.enter_context(contextlib.redirect_stderr(log))
+                stack.enter_context(redirect_stderr(stack.enter_context(text_file(cell, "log").open("a"))))
             row = _trained(cell, config)
     except Exception:
-        text_file(cell, "error").write_text(traceback.format_exc(), encoding="utf-8")
+        error.write_text(traceback.format_exc(), encoding="utf-8")
         raise
     finally:
         gc.collect()  # the next cell may need all the memory
         if torch.cuda.is_available():
             torch.compiler.reset()
             torch.cuda.empty_cache()
-    text_file(cell, "error").unlink(missing_ok=True)
+    error.unlink(missing_ok=True)
     write_json(cell.folder / RESULT, row)
     return row
 
@@ -111,18 +117,18 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         if loop.train(training, resume=True) == 130 or not last_step.is_dir():
             raise KeyboardInterrupt from None  # the process was asked to stop
         model = load(last_step)
-    shards = prepare(training.data, model.tokenizer, cache_folder(), training.validation)
+    shards = prepare(training.data, model.tokenizer, validation=training.validation)
     metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
-    held_out, device = [], resolve_device(training.device)
+    held_out = []
     for row in metrics:
         kept, planned = folder / f"step-{row['step']}", row["step"] % training.checkpoint_every == 0
-        if kept == last_step or (config.measured_points > 1 and planned and kept.is_dir()):
-            at = model if kept == last_step else load(kept)
-            figures = measure(at.to(device), shards.validation, training.batch, config.measured)
+        if kept == last_step or (config.points > 1 and planned and kept.is_dir()):
+            at = (model if kept == last_step else load(kept)).to(resolve_device(training.device))
+            figures = measure(at, shards.validation, training.batch, config.measured)
             held_out.append([row["flops"], figures["nats_per_token"]])
     about, last, shares = machine(training.device), metrics[-1], figures["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
-    taken = max(1e-6, sum(shares) / len(shares)) if shares else model.config.capacity
+    taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
     return {
         **cell.described(),
         "loss": figures["nats_per_token_top_k"],
@@ -147,21 +153,13 @@ def parallel(config: IsoflopConfig, device: str) -> int:
     return config.parallel or (1 if device == "cuda" else len(os.sched_getaffinity(0)))
 
 
-def launch(
-    cells: Sequence[Cell], config: IsoflopConfig, at_once: int, begins: Callable[[Cell], None]
-) -> Iterator[Outcome]:
-    """Run cells; yield each with its row, or with its error. `begins` is called for each where they run one by one."""
+def launch(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[Outcome]:
+    """Run cells; yield each with its row, or with its error."""
     if config.launcher == "ray":
         return _ray(cells, config)
     if config.launcher == "submitit":
         return _submitit(cells, config)
-    return _processes(cells, config, at_once) if at_once > 1 else _one_by_one(cells, config, begins)
-
-
-def _one_by_one(cells: Sequence[Cell], config: IsoflopConfig, begins: Callable[[Cell], None]) -> Iterator[Outcome]:
-    for cell in cells:
-        begins(cell)
-        yield cell, _outcome(run_cell, cell, config)
+    return _processes(cells, config, at_once) if at_once > 1 else _one_by_one(cells, config)
 
 
 def _outcome(result: Callable[..., Row], *args: Any) -> Row | Exception:
@@ -172,16 +170,22 @@ def _outcome(result: Callable[..., Row], *args: Any) -> Row | Exception:
         return error
 
 
+def _one_by_one(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
+    for cell in cells:
+        say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
+        yield cell, _outcome(run_cell, cell, config)
+
+
 def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[Outcome]:
     """A process for each cell, so that one that dies harms no other."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["depthgate.isoflop.cell"])  # torch is loaded once
     threads = max(1, len(os.sched_getaffinity(0)) // at_once)
-    waiting, running = deque(cells), dict[Any, tuple[Any, Cell]]()
+    waiting, running = list(cells), dict[Any, tuple[Any, Cell]]()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
-                cell = waiting.popleft()
+                cell = waiting.pop(0)
                 process = context.Process(target=_in_process, args=(cell, config, threads, os.getpid()))
                 process.start()
                 running[process.sentinel] = process, cell
@@ -204,7 +208,7 @@ def _in_process(cell: Cell, config: IsoflopConfig, threads: int, study: int) -> 
     the process of the study is gone."""
 
     def watch() -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             while True:
                 os.kill(study, 0)
                 time.sleep(1.0)
@@ -227,19 +231,24 @@ def _left_behind(cell: Cell, code: int | None) -> Row:
     raise DepthgateError(lines[-1] if lines else f"its process died (exit code {code}): it may need more memory")
 
 
-def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
+def _installed(launcher: str, extra: str) -> Any:
     try:
-        import ray  # type: ignore[import-not-found, unused-ignore]
+        return import_module(launcher)
     except ImportError:
-        raise DepthgateError("launcher is 'ray', which is not installed: pip install 'depthgate[ray]'") from None
+        how = f"pip install 'depthgate[{extra}]'"
+        raise DepthgateError(f"launcher is {launcher!r}, which is not installed: {how}") from None
+
+
+def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
+    ray = _installed("ray", "ray")
     ours = not ray.is_initialized()
     if ours:
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
-    resources: Any = ray.cluster_resources()  # type: ignore[no-untyped-call, unused-ignore]
+    resources = ray.cluster_resources()
     for name, need, have in (("cpus", config.cpus, "CPU"), ("gpus", config.gpus, "GPU")):
         if need > resources.get(have, 0):
             raise DepthgateError(f"{name} is {need:g}, but Ray has {resources.get(have, 0):g} in all: ask for less")
-    task: Any = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(run_cell)
+    task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(run_cell)
     running = {task.remote(cell, config, config.cpus): cell for cell in cells}
     try:
         while running:
@@ -253,14 +262,10 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
 
 
 def _submitit(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
-    try:
-        import submitit  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise DepthgateError("launcher is 'submitit', which is not installed: pip install 'depthgate[sweep]'") from None
+    submitit = _installed("submitit", "sweep")
     executor = submitit.AutoExecutor(folder=Path(config.out).absolute() / "jobs")
-    executor.update_parameters(
-        name="depthgate", timeout_min=config.minutes, cpus_per_task=config.cpus, gpus_per_node=int(config.gpus)
-    )
+    resources = {"cpus_per_task": config.cpus, "gpus_per_node": int(config.gpus)}
+    executor.update_parameters(name="depthgate", timeout_min=config.minutes, **resources)
     with executor.batch():
         jobs = [executor.submit(run_cell, cell, config, config.cpus) for cell in cells]
     running = dict(zip(jobs, cells, strict=True))

@@ -120,7 +120,7 @@ class IsoflopConfig(Options):
         gpus: GPUs of a cell, for ray and submitit; may be a fraction with ray
         minutes: longest time of a cell, for submitit
         measured: held-out tokens that losses are measured on, about
-        measured_points: checkpoints of each cell that are measured, evenly spread and the last
+        points: checkpoints of each cell that are measured, evenly spread and the last
         samples: tokens to sample from the best model of each variant, for the report
         extend: go on with a study that was made for other budgets, sizes (also center and spread), variants or seeds
         dry_run: print the grid, and train nothing
@@ -151,7 +151,7 @@ class IsoflopConfig(Options):
     gpus: float = number(0.0, 0, 1024)
     minutes: int = count(240, maximum=10**6)
     measured: int = count(2**17, maximum=2**40)
-    measured_points: int = count(1, maximum=99)
+    points: int = count(1, maximum=99)
     samples: int = count(0, minimum=0, maximum=2**16)
     extend: bool = False
     dry_run: bool = switch()

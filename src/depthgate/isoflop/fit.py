@@ -32,6 +32,11 @@ class Parabola(NamedTuple):
     low: float
     bend: float
 
+    @property
+    def params(self) -> float:
+        """The size at the minimum."""
+        return math.exp(self.at) if abs(self.at) < 700 else math.inf
+
     def __call__(self, params: float) -> float:
         return self.low + self.bend * (math.log(params) - self.at) ** 2
 
@@ -66,7 +71,7 @@ class Curve:
     @property
     def params(self) -> float:
         """Parameters at the minimum of the fitted curve; without one, those of the best size."""
-        return _exp(self.best.at) if self.best else self.lowest[0]
+        return self.best.params if self.best else self.lowest[0]
 
     @property
     def no_interval(self) -> str:
@@ -80,13 +85,11 @@ class Curve:
 
     @property
     def loss_interval(self) -> Interval:
-        """Interval of the loss at the minimum."""
         return interval(draw.low for draw in self.draws)
 
     @property
     def params_interval(self) -> Interval:
-        """Interval of the parameters at the minimum."""
-        return interval(_exp(draw.at) for draw in self.draws)
+        return interval(draw.params for draw in self.draws)
 
     def forward_flops(self, params: float) -> float:
         """FLOPs per token of a forward pass at this size, interpolated between the variant's sizes."""
@@ -124,10 +127,6 @@ def parabolas(params: Sequence[float], losses: Sequence[Sequence[float]]) -> lis
     return [Parabola(middle - b / (2 * c), a - b * b / (4 * c), c) if c > 1e-12 else None for a, b, c in found]
 
 
-def _exp(x: float) -> float:
-    return math.exp(x) if abs(x) < 700 else math.inf
-
-
 def curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
     """The curve of one variant at one budget, from the rows of its cells; the loss is the causal one."""
     rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
@@ -148,14 +147,10 @@ def means(points: Points) -> list[tuple[float, float]]:
     return [(size, fmean(loss for params, loss in points if params == size)) for size in sizes]
 
 
-def _lowest(sizes: Points) -> int:
-    return min(range(len(sizes)), key=lambda i: sizes[i][1])
-
-
 def _around_lowest(points: Points) -> list[tuple[float, float]]:
     """Points of the size with the lowest mean loss, and of two sizes on each side of it."""
     sizes = means(points)
-    lowest = _lowest(sizes)
+    lowest = sizes.index(min(sizes, key=lambda size: size[1]))
     kept = {params for params, _ in sizes[max(0, lowest - 2) : lowest + 3]}
     return [point for point in points if point[0] in kept]
 
@@ -163,8 +158,9 @@ def _around_lowest(points: Points) -> list[tuple[float, float]]:
 def _open_because(sizes: Points, best: Parabola | None) -> str:
     if len(sizes) < 3:
         return f"{len(sizes)} size{'s' * (len(sizes) > 1)}: a curve needs three"
-    if (lowest := _lowest(sizes)) in (0, len(sizes) - 1):
-        return f"the {'largest' if lowest else 'smallest'} size has the lowest loss"
+    lowest = min(sizes, key=lambda size: size[1])
+    if lowest in (sizes[0], sizes[-1]):
+        return f"the {'smallest' if lowest == sizes[0] else 'largest'} size has the lowest loss"
     if best is None:
         return "the fitted curve has no minimum"
     if not math.log(sizes[0][0]) < best.at < math.log(sizes[-1][0]):

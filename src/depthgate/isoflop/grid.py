@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -168,11 +168,11 @@ class Grid:
             lr=lr or config.lr or learning_rate(variant, shape.dim, budget, self.rates),
             dtype="bfloat16" if cuda else "float32",
             workers=1,
-            keep=config.measured_points + 1,
+            keep=config.points + 1,
             **{"compile": cuda, **self.ladders[variant].variant.training},
         )
         steps, flops = _steps(training, budget)
-        every = max(50 if config.measured_points == 1 else 1, -(-steps // max(4, config.measured_points)))
+        every = max(50 if config.points == 1 else 1, -(-steps // max(4, config.points)))
         training = replace(training, steps=steps, warmup=max(1, min(steps // 10, 100)), checkpoint_every=every)
         cell = Cell(budget, variant, seed, training, flops, part)
         return replace(cell, training=replace(training, out=str(Path(config.out).absolute() / part / cell.name)))
@@ -182,24 +182,19 @@ class Grid:
     ) -> list[Cell]:
         """Cells that the results so far ask for and `cells` lacks: sizes beyond the open end of a curve, and more seeds
         of each minimum. `check` raises where cells cannot be trained."""
-        known, done = {cell.name for cell in cells}, {row["cell"] for row in rows}
-        found: list[Cell] = []
+        known, done, found = {cell.name for cell in cells}, {row["cell"] for row in rows}, list[Cell]()
         for budget, variant in dict.fromkeys((cell.budget, cell.variant) for cell in cells):
             asked = {cell.name for cell in cells if (cell.budget, cell.variant) == (budget, variant)}
+            mine = [row for row in rows if (row["budget"], row["variant"]) == (budget, variant)]
             if asked <= done:  # else some failed
-                mine = [row for row in rows if (row["budget"], row["variant"]) == (budget, variant)]
-                found += self._more_of_curve(budget, variant, asked, mine, check)
+                wanted = self._wanted(budget, variant, mine, check)
+                found += next((new for new in wanted if any(cell.name not in known for cell in new)), [])
         return [cell for cell in found if cell.name not in known]
 
-    def _more_of_curve(
-        self,
-        budget: float,
-        variant: str,
-        asked: set[str],
-        rows: Sequence[Mapping[str, Any]],
-        check: Callable[[Sequence[Cell]], None],
-    ) -> list[Cell]:
-        """Cells that one variant lacks at one budget, perhaps with some that are there already."""
+    def _wanted(
+        self, budget: float, variant: str, rows: Sequence[Mapping[str, Any]], check: Callable[[Sequence[Cell]], None]
+    ) -> Iterator[list[Cell]]:
+        """Cells that a variant needs at a budget, in the order in which they are needed, those that are there too."""
         config, ladder = self.config, self.ladders[variant]
 
         def made(shapes: Sequence[ModelConfig], seeds: Sequence[int]) -> list[Cell]:
@@ -208,25 +203,19 @@ class Grid:
         # Includes sizes that were added before a study was interrupted, and that the grid by itself does not have.
         losses = dict(means([(row["params"], row["loss_causal"]) for row in rows]))
         shapes = sorted((shape for shape in ladder.shapes if parameters(shape) in losses), key=parameters)
-        cells = made(shapes, config.seed_list)
-        if any(cell.name not in asked for cell in cells):
-            return cells
+        yield made(shapes, config.seed_list)
         lowest = min(shapes, key=lambda shape: losses[parameters(shape)])
-        if lowest in (shapes[0], shapes[-1]):
-            end = ladder.next(lowest, up=lowest != shapes[0])
-            if end is not None and self._beyond(budget, variant, end) <= config.more_sizes:
-                with suppress(DepthgateError):  # a size that cannot be trained is the end of the ladder
-                    new = made([end], config.seed_list)
-                    check(new)
-                    return new
+        end = ladder.next(lowest, up=lowest != shapes[0]) if lowest in (shapes[0], shapes[-1]) else None
+        place, asked = ladder.shapes.index, self.shapes(budget, variant)
+        beyond = 0 if end is None else max(place(asked[0]) - place(end), place(end) - place(asked[-1]))
+        if end is not None and beyond <= config.more_sizes:
+            with suppress(DepthgateError):  # a size that cannot be trained is the end of the ladder
+                new = made([end], config.seed_list)
+                check(new)
+                yield new
         # Sizes that have some of the further seeds get all of them, also where these made another size the lowest.
         begun = {row["params"] for row in rows if row["seed"] not in config.seed_list}
-        return made([s for s in shapes if s == lowest or parameters(s) in begun], config.further_seeds)
-
-    def _beyond(self, budget: float, variant: str, shape: ModelConfig) -> int:
-        """Steps of the ladder from the smallest or the largest size asked for to a shape outside them."""
-        place, asked = self.ladders[variant].shapes.index, self.shapes(budget, variant)
-        return max(place(asked[0]) - place(shape), place(shape) - place(asked[-1]), 0)
+        yield made([s for s in shapes if s == lowest or parameters(s) in begun], config.further_seeds)
 
 
 def _absolute(data: str) -> str:

@@ -16,7 +16,7 @@ from depthgate.files import replace
 from depthgate.generation.engine import generate
 from depthgate.isoflop.fit import Curve, Interval, Verdict, baseline, verdicts
 from depthgate.isoflop.grid import CELLS
-from depthgate.isoflop.study import Speed, Study, duration
+from depthgate.isoflop.study import Study, duration, known_speeds, probe_speeds, seconds
 from depthgate.loading import held_out, load
 from depthgate.view import page as pages
 from depthgate.view.figures import figure_bytes, new_figure
@@ -32,15 +32,19 @@ _NOTE = (
     "Losses are of held-out text, in nats per token. Causal: every router decides from the token alone, as in "
     "generation; this is the figure that counts. Top k: it looks at the whole sequence, as in training. FLOPs are "
     "those of the matrix products, forward and backward, counted from the configuration, attention without the saving "
-    "of a causal mask."
+    "of a causal mask. Seconds are those of the training steps on the machine that ran them."
 )
 _FITTED = (
-    "Best loss: the lowest point of the fitted curve; best size: the lowest mean of one. Intervals are of 95%, by a "
-    "bootstrap of the residuals of each curve."
+    "Best loss and parameters: the lowest point of the fitted curve; best size: the lowest mean loss of one. Intervals "
+    "are of 95%, by a bootstrap of the residuals of each curve."
 )
-_SHAPE = ("variant", "budget", "layers x width", "parameters", "FLOPs per token", "tokens", "steps", "lr")
-_BEST = ("variant", "budget", "best loss", "95%", "best size", "parameters", "95% ", "forward FLOPs per token")
-_MARKERS = "osD^vP*X"
+_SHAPE = ("variant", "budget", "layers", "dim", "params", "flops_per_token", "tokens", "steps", "lr")
+_CELL = (*_SHAPE, "seed", "loss_causal", "loss", "bits_per_byte", "flops", "routed_share", "seconds")
+_BEST = ("variant", "budget", "best_loss", "loss_interval", "lowest", "params", "params_interval", "open_because")
+_HEADINGS = {
+    **{"params": "parameters", "dim": "width", "loss_causal": "causal loss", "loss": "top-k loss"},
+    **{"routed_share": "routed", "lowest": "best size", "params_interval": "interval", "loss_interval": "interval "},
+}
 _SHOWN = 768  # tokens of the coloured text
 _PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue
 
@@ -50,26 +54,38 @@ def short_flops(number: float) -> str:
     return f"{number:.3g}".replace("e+", "e")
 
 
-def _shape(row: Row) -> list[str]:
-    """The cells of _SHAPE."""
-    size, each = f"{row['layers']} x {row['dim']}", short_flops(row["flops_per_token"])
-    counts = [f"{row['tokens']:,}", f"{row['steps']:,}", f"{row['lr']:g}"]
-    return [row["variant"], short_flops(row["budget"]), size, f"{row['params']:,}", each, *counts]
+def _shown(value: Any) -> str:
+    """A figure of a row or of a curve, for a table."""
+    if isinstance(value, list):
+        return ", ".join(f"{share:.1%}" for share in value) or "all"
+    if isinstance(value, tuple):
+        return " to ".join(map(_shown, value))
+    if value is None or isinstance(value, str):
+        return value or "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}".replace("e+", "e")
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines."""
+    headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in columns]
+    return headings, [[_shown(row[name]) for name in columns] for row in rows]
+
+
+def _best_table(curves: Sequence[Curve]) -> tuple[list[str], list[list[str]]]:
+    return _table([{**found, "best_loss": found["loss"]} for found in map(_summary, curves)], _BEST)
 
 
 def print_grid(study: Study, as_json: bool) -> None:
     """Print the cells that the study would run, and how long they would take."""
-    config, cells, speed = study.config, study.cells, Speed(study.rows, study.device)
-    speed.probe(cells)
-    seconds = [speed.seconds(cell) for cell in cells]
-    flops, rows = sum(cell.flops for cell in cells), [cell.described() for cell in cells]
+    config, cells = study.config, study.cells
+    speeds = known_speeds(study.rows, study.device) or probe_speeds(cells, study.device)
+    times, flops = [seconds(cell, speeds) for cell in cells], sum(cell.flops for cell in cells)
+    rows = [{**cell.described(), "estimated_seconds": _json_number(s)} for cell, s in zip(cells, times, strict=True)]
     if as_json:
-        timed = [{**row, "estimated_seconds": _json_number(s)} for row, s in zip(rows, seconds, strict=True)]
-        print(json.dumps({"cells": timed, "flops": flops, "estimated_seconds": _json_number(sum(seconds))}))
+        print(json.dumps({"cells": rows, "flops": flops, "estimated_seconds": _json_number(sum(times))}))
         return
-    lines = [[*_shape(row), duration(s)] for row, s in zip(rows, seconds, strict=True)]
-    print_table((*_SHAPE, "time"), lines, f"{len(cells)} cells, {flops:.3g} FLOPs")
-    print(f"one after another: {duration(sum(seconds))}, about; nothing was trained")
+    print_table(*_table(rows, (*_SHAPE, "estimated_seconds")), f"{len(cells)} cells, {short_flops(flops)} FLOPs")
+    print(f"one after another: {duration(sum(times))}, about; nothing was trained")
     sweep = "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)"
     more = {
         sweep: config.lr_sweep,
@@ -91,12 +107,12 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         writer = csv.DictWriter(file, names, extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-    sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *(_strong(s) for s in sentences)])}
-    if one_size:
-        sections["Results"] = _cells(rows)
-    sections |= _fitted(curves) if not one_size else {}
-    sections |= _trained(study) | ({} if one_size else {"All cells": _cells(rows)})
-    replace(out / "report.html", pages.page(title, sections | {"How this was made": _making(study)}))
+    strong = [Html(f"<p><strong>{pages.html(sentence)}</strong></p>") for sentence in sentences]
+    cells = pages.table(*_table(rows, _CELL), _NOTE)
+    sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *strong])}
+    sections |= {"Results": cells} if one_size else _fitted(curves)
+    sections |= _trained(study) | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
+    replace(out / "report.html", pages.page(title, sections))
     pictures = [] if one_size else _pictures(out, curves)
     if as_json:
         best = [_summary(curve) for curve in curves]
@@ -105,26 +121,24 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         print(json.dumps({**report, "report": str(out / "report.html")}))
         return
     if one_size:
-        heads, *lines = zip(*_cell_table(rows), strict=True)
-        print_table(heads, lines, "Results")
+        headings, lines = _table(rows, _CELL)
+        print_table(["", *(line[0] for line in lines)], list(zip(headings, *lines, strict=True))[1:])
     else:
-        print_table(_BEST, [_best_line(curve) for curve in curves], "The best of each variant")
+        print_table(*_best_table(curves), "The best of each variant")
     print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
 
 
 def compared(curves: Sequence[Curve]) -> list[str]:
-    """The variant with the lowest loss at each budget of a study of single sizes, whichever it is."""
+    """Sentences on the variant with the lowest loss at each budget of a study of single sizes, whichever it is."""
     found = []
     for budget in sorted({curve.budget for curve in curves}):
         best, *others = sorted((c for c in curves if c.budget == budget), key=lambda c: c.loss)
-        losses = " and ".join(f"{each.loss:.3f}" for each in others)
-        if not others:
-            said = f"{best.variant} has the causal loss {best.loss:.3f} nats per token"
-        elif f"{best.loss:.3f}" == f"{others[0].loss:.3f}":
-            said = f"{best.variant} and {others[0].variant} have the same causal loss: {best.loss:.3f} nats per token"
-        else:
-            said = f"{best.variant} has the lowest causal loss: {best.loss:.3f} against {losses} nats per token"
-        found.append(f"At {short_flops(budget)} FLOPs {said}.")
+        said = f"{best.variant} has the lowest causal loss: {best.loss:.3f}"
+        if others and f"{best.loss:.3f}" == f"{others[0].loss:.3f}":
+            said = f"{best.variant} and {others[0].variant} have the same causal loss: {best.loss:.3f}"
+        elif others:
+            said += f" against {' and '.join(f'{each.loss:.3f}' for each in others)}"
+        found.append(f"At {short_flops(budget)} FLOPs {said} nats per token.")
     return found
 
 
@@ -180,36 +194,11 @@ def _summary(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _best_line(curve: Curve) -> list[str]:
-    """The cells of _BEST."""
-
-    def span(found: Interval, form: str) -> str:
-        return "-" if found is None else f"{found[0]:{form}} to {found[1]:{form}}"
-
-    start, lowest = [curve.variant, short_flops(curve.budget)], f"{curve.lowest[1]:.4f}"
-    if not curve.bracketed:
-        return [*start, f"below {lowest}", "-", lowest, "-", "-", f"- ({curve.open_because})"]
-    loss, forward = span(curve.loss_interval, ".4f"), short_flops(curve.forward_flops(curve.params))
-    return [
-        *start,
-        f"{curve.loss:.4f}",
-        loss,
-        lowest,
-        f"{curve.params:,.0f}",
-        span(curve.params_interval, ",.0f"),
-        forward,
-    ]
-
-
-def _strong(sentence: str) -> Html:
-    return Html(f"<p><strong>{pages.html(sentence)}</strong></p>")
-
-
 def _fitted(curves: Sequence[Curve]) -> dict[str, object]:
     """The sections with fitted curves."""
     sections: dict[str, object] = {
         "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
-        "The best of each variant": pages.table(_BEST, [_best_line(c) for c in curves], f"{_NOTE} {_FITTED}"),
+        "The best of each variant": pages.table(*_best_table(curves), f"{_NOTE} {_FITTED}"),
     }
     names = dict.fromkeys(curve.variant for curve in curves)
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
@@ -233,29 +222,6 @@ def _chart(budget: float, curves: Sequence[Curve]) -> Html:
     marks = {f"{c.variant}, cells": [(size / 1e6, loss) for size, loss in c.points] for c in mine}
     about, title = "Lines: the fitted parabolas. Marks: one for each cell.", f"{short_flops(budget)} FLOPs"
     return line_chart(title, about, lines, "million parameters", _LOSS, log_x=True, marks=marks)
-
-
-def _cell_table(rows: Sequence[Row]) -> list[list[str]]:
-    """All figures of each cell, and a first line of headings."""
-    heads = [*_SHAPE, "seed", "causal loss", "top-k loss", "bits per byte", "training FLOPs", "routed", "seconds"]
-    lines = [
-        [
-            *(*_shape(row), str(row["seed"]), f"{row['loss_causal']:.4f}", f"{row['loss']:.4f}"),
-            *(f"{row['bits_per_byte']:.4f}", f"{row['flops']:.4g}"),
-            ", ".join(f"{share:.1%}" for share in row["routed_share"]) or "all",
-            f"{row['seconds']:.1f}",
-        ]
-        for row in rows
-    ]
-    return [heads, *lines]
-
-
-def _cells(rows: Sequence[Row]) -> Html:
-    heads, *lines = _cell_table(rows)
-    about = (
-        "Seconds are those of the training steps on the machine that ran them. Routed: the share of each routed layer."
-    )
-    return pages.table(heads, lines, f"{_NOTE} {about}")
 
 
 def _making(study: Study) -> Html:
@@ -341,7 +307,7 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
     for curve in curves:
         axes, number = panels[budgets.index(curve.budget)], names.index(curve.variant)
         look: dict[str, Any] = {"color": f"C{number}"}
-        axes.plot(*zip(*curve.points, strict=True), _MARKERS[number % 8], ms=5, label=curve.variant, **look)
+        axes.plot(*zip(*curve.points, strict=True), "osD^vP*X"[number % 8], ms=5, label=curve.variant, **look)
         if curve.best:
             axes.plot(*zip(*_along(curve), strict=True), "-", lw=1.4, **look)
         if curve.bracketed:

@@ -7,9 +7,7 @@ import hashlib
 import json
 import math
 import signal
-import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -22,12 +20,12 @@ from depthgate.data import sources
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import cache_folder, prepare
 from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
-from depthgate.device import resolve_device
+from depthgate.device import interleaved, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import replace, write_json
 from depthgate.flops import training_flops
 from depthgate.isoflop import fit
-from depthgate.isoflop.cell import Row, belongs, finished, is_row, launch, parallel, text_file
+from depthgate.isoflop.cell import Row, belongs, finished, is_row, launch, parallel, say, text_file
 from depthgate.isoflop.config import IsoflopConfig, command
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, best_rate, check_fits, fit_rates, further_rates
 from depthgate.model import Decoder
@@ -36,13 +34,8 @@ from depthgate.train.run_folder import check_same
 GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
 # Options that may differ when a study is extended; and those that say where and how fast, not what.
 _GROWS = ("budgets", "sizes", "center", "spread", "variants", "seeds", "seeds_at_minimum", "more_sizes")
-_FREE = (
-    *("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run"),
-    *("measured_points", "samples"),
-)
+_FREE = ("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run", "points", "samples")
 _ATTEMPTS = 2
-_OVERHEAD = 5.0  # seconds of a cell besides its training steps
-_COMPILING = 30.0  # seconds more, where it is compiled first
 
 
 class Study:
@@ -56,16 +49,16 @@ class Study:
         for name in ("data", "validation"):
             if data := getattr(config, name):
                 self.options[f"{name}_hash"] = sources.fingerprint(data)
-        recorded = self._recorded()
-        self.rows: list[Row] = self._read_rows(recorded)
-        mine = asked or command("isoflop", config)
-        self.commands: list[str] = [*(each for each in (recorded or {}).get("commands", []) if each != mine), mine]
+        recorded = self._recorded() or {}
+        mine, before = asked or command("isoflop", config), recorded.get("commands", [])
+        self.commands: list[str] = [*(each for each in before if each != mine), mine]
+        self.key, self.rows = self._read_rows(recorded)
         self.failed: dict[Cell, Exception] = {}
         self._plan()
         self._check_fits([cell for cell in self.cells if self._found(cell) is None])
 
     def _plan(self) -> None:
-        """The grid and its cells, from the tokenizer and the learning rates as far as they are known."""
+        """Set the grid and its cells, from the tokenizer and the learning rates as far as they are known."""
         name, vocab = self.config.tokenizer, self.config.vocab
         if name != "bpe" or (self.out / TOKENIZER / "tokenizer.json").exists():
             vocab = self._tokenizer().vocab
@@ -77,10 +70,8 @@ class Study:
 
     def _tokenizer(self) -> TextTokenizer:
         """The tokenizer of all cells; bpe is trained where it is not in the folder yet."""
-        config = self.config
-        return tokenizer_by_name(
-            config.tokenizer, config.data, config.vocab, self.out / TOKENIZER if config.tokenizer == "bpe" else None
-        )
+        config, saved = self.config, self.out / TOKENIZER if self.config.tokenizer == "bpe" else None
+        return tokenizer_by_name(config.tokenizer, config.data, config.vocab, saved)
 
     def _check_fits(self, cells: Sequence[Cell]) -> None:
         if cells and self.config.launcher == "local":  # the memory of other machines is not known here
@@ -95,40 +86,37 @@ class Study:
                     f"out is {self.out}, which holds other files than a study's: choose another folder"
                 )
             return None
-        try:
+        with suppress(ValueError):
             recorded = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError:
-            recorded = None
-        if not isinstance(recorded, dict):
-            raise DepthgateError(f"{path} is damaged: choose another --out")
-        left_out = _GROWS if self.config.extend else ()
-        new = {name: value for name, value in self.options.items() if name not in left_out}
+            if isinstance(recorded, dict):
+                self._check_same(recorded)
+                return recorded
+        raise DepthgateError(f"{path} is damaged: choose another --out")
+
+    def _check_same(self, recorded: dict[str, Any]) -> None:
+        new = {name: v for name, v in self.options.items() if not (self.config.extend and name in _GROWS)}
         old = {name: recorded.get(name, getattr(IsoflopConfig, name, None)) for name in new}
         try:
             check_same(new, old, self.out)
         except DepthgateError as error:
             lines = str(error).splitlines()[1:]
-            growing = not self.config.extend and all(line.split(":")[0].strip() in _GROWS for line in lines)
-            more = ", or add to it with --extend true" if growing else ""
-            raise DepthgateError(
-                "\n".join([f"{self.out} is another study: choose another --out{more}", *lines])
-            ) from None
-        return recorded
+            grows = not self.config.extend and all(line.split(":")[0].strip() in _GROWS for line in lines)
+            start = f"{self.out} is another study: choose another --out{', or add to it with --extend true' * grows}"
+            raise DepthgateError("\n".join([start, *lines])) from None
 
-    def _read_rows(self, recorded: dict[str, Any] | None) -> list[Row]:
-        """The rows that the study has already, from whichever command."""
-        path = self.out / RESULTS
-        rows = []
+    def _read_rows(self, recorded: dict[str, Any]) -> tuple[str, list[Row]]:
+        """The key of the study, and the rows that it has already, from whichever command."""
+        path, rows = self.out / RESULTS, []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             with suppress(ValueError):
                 rows.append(json.loads(line))
         keys = [row.pop("study", None) if is_row(row) else None for row in rows]
-        older = recorded is not None and "study" not in recorded  # its rows have keys that were made differently
-        kept = (keys[0] if keys else None) if older else (recorded or {}).get("study")
-        self.key: str = kept or self._key()
-        if any(key != self.key for key in keys):
+        # Older versions made the key in another way, and only rows have it.
+        first = keys[0] if keys and recorded and "study" not in recorded else None
+        key = recorded.get("study") or first or self._key()
+        if any(each != key for each in keys):
             raise DepthgateError(f"{path} belongs to another study, or is damaged: choose another --out, or delete it")
-        return rows
+        return key, rows
 
     def _key(self) -> str:
         """Hash of the options that must match for two studies to be comparable. Stored in grid.json."""
@@ -149,26 +137,33 @@ class Study:
     def opened(self) -> Iterator[None]:
         """Hold the folder for this process alone. SIGTERM ends a study as Ctrl-C does, so that its workers end too. A
         study that fails before its first cell leaves the folder free."""
+        before: Any = signal.SIG_DFL
+        with suppress(ValueError):  # only the main thread may set handlers
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            with _sigterm_as_ctrl_c(), checkpoint.lock(self.out / ".isoflop.lock"):
+            with checkpoint.lock(self.out / ".isoflop.lock"):
                 new = self._recorded() is None  # checked again, now that no other process can interfere
                 write_json(self.out / GRID, {**self.options, "study": self.key, "commands": self.commands})
                 try:
                     yield
-                except KeyboardInterrupt:
-                    print("the same command goes on from here", file=sys.stderr)
-                    raise
                 except DepthgateError:
                     if new and not (self.out / CELLS).exists():
                         (self.out / GRID).unlink(missing_ok=True)
                     raise
+        except KeyboardInterrupt:
+            say("the same command goes on from here")
+            raise
         except OSError as error:
             raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
+        finally:
+            with suppress(ValueError):
+                signal.signal(signal.SIGTERM, before)
 
     def run(self) -> None:
         """Run every cell that is missing."""
-        self._prepare()
+        shards = prepare(self.config.data, self._tokenizer(), cache_folder(), self.config.validation)
+        Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
         if self.config.lr_sweep:
             self._sweep()
         self._plan()  # the tokenizer and the rates are known now
@@ -176,11 +171,6 @@ class Study:
         while more := self.grid.more(self.cells, self.rows, self._check_fits):
             self.cells += more
             self._run(more)
-
-    def _prepare(self) -> None:
-        """Tokenize once, before several processes would."""
-        shards = prepare(self.config.data, self._tokenizer(), cache_folder(), self.config.validation)
-        Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
 
     def _sweep(self) -> None:
         """Find learning rates for the smallest budget's smallest and largest size of each variant, and fit the rest."""
@@ -192,8 +182,8 @@ class Study:
                 tried = [usual * times for times in TRIED]
                 while tried:
                     lrs = [float(f"{lr:.3g}") for lr in tried]
-                    cells = [self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs]
-                    losses |= {row["lr"]: row["loss_causal"] for row in self._run(cells)}
+                    rows = self._run([self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs])
+                    losses |= {row["lr"]: row["loss_causal"] for row in rows}
                     tried = further_rates(losses, lrs)
                 if not losses:
                     raise DepthgateError(f"no learning rate of {name} gave a loss: see {self.out / SWEEP}")
@@ -211,32 +201,37 @@ class Study:
     def _run(self, cells: Sequence[Cell]) -> list[Row]:
         """Run the cells that are not finished, and those that fail once more; the rows of all that have one."""
         rows = {cell.name: row for cell in cells if (row := self._found(cell))}
-        at_once = parallel(self.config, self.device)
+        self._keep(list(rows.values()), cells)
         for _ in range(_ATTEMPTS):
             missing = [cell for cell in cells if cell.name not in rows]
             if not missing:
                 break
-            progress = Progress(missing, len(cells), Speed(rows.values(), self.device))
-            with closing(launch(missing, self.config, at_once, progress.begins)) as outcomes:  # type: ignore[type-var]
+            if rows:
+                say(f"{len(rows)} of {len(cells)} cells are finished")
+            at_once = parallel(self.config, self.device)
+            with closing(launch(missing, self.config, at_once)) as outcomes:  # type: ignore[type-var]
                 for cell, outcome in outcomes:
-                    progress.ends(cell, outcome)
                     if isinstance(outcome, Exception):
                         self.failed[cell] = outcome
+                        say(f"{cell.name} failed: {_first_line(outcome)}")
                         continue
                     self.failed.pop(cell, None)
                     rows[cell.name] = outcome
-                    self._save(cell.part, [outcome])
-        if cells:
-            self._save(cells[0].part, list(rows.values()))
+                    self._keep([outcome], cells)
+                    speeds = known_speeds(rows.values(), self.device)
+                    left = sum(seconds(each, speeds) for each in missing if each.name not in rows)
+                    say(
+                        f"{len(rows)} of {len(cells)}: {cell.name}: causal loss {outcome['loss_causal']:.4f} after "
+                        f"{outcome['seconds']:.0f} s; about {duration(left)} left, one after another"
+                    )
         return list(rows.values())
 
-    def _save(self, part: str, rows: Sequence[Row]) -> None:
-        """Keep a row for each finished cell of the grid, in its order."""
-        if part == CELLS:
+    def _keep(self, rows: Sequence[Row], cells: Sequence[Cell]) -> None:
+        """Keep the rows of finished cells, unless these belong to a sweep."""
+        if rows and cells[0].part == CELLS:
             known = {row["cell"]: row for row in (*self.rows, *rows)}
             self.rows = sorted(known.values(), key=lambda r: (r["budget"], r["variant"], r["params"], r["seed"]))
-            lines = (json.dumps({**row, "study": self.key}) + "\n" for row in self.rows)
-            replace(self.out / RESULTS, "".join(lines))
+            replace(self.out / RESULTS, "".join(json.dumps({**row, "study": self.key}) + "\n" for row in self.rows))
 
     def check_failed(self) -> None:
         """Raise an error that lists the cells that failed, if any did."""
@@ -256,18 +251,6 @@ class Study:
         return [fit.curve(found[key]) for key in sorted(found, key=lambda k: (k[0], k[1][:5] != "dense", k[1]))]
 
 
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    before = None
-    with suppress(ValueError):  # only the main thread may set handlers
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-
-
 def _device(config: IsoflopConfig) -> str:
     """The device of the cells. Launchers other than local use other machines, whose devices are not known here."""
     if config.launcher == "local":
@@ -279,46 +262,36 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-class Speed:
-    """Estimates how long cells take, from cells that were run or from a few steps of a small and of a large model."""
+Speeds = Sequence[tuple[float, float]]  # FLOPs per token, FLOPs per second
 
-    def __init__(self, rows: Iterable[Row], device: str) -> None:
-        self.device = device
-        self.known: list[tuple[float, float]] = []  # FLOPs per token, FLOPs per second
-        for row in rows:
-            self.learn(row)
 
-    def learn(self, row: Row) -> None:
-        """Take the speed of a finished cell into account."""
-        if row.get("device") == self.device and row.get("seconds"):
-            self.known.append((row["flops_per_token"], row["flops"] / row["seconds"]))
+def known_speeds(rows: Any, device: str) -> Speeds:
+    """The speeds of finished cells."""
+    timed = (row for row in rows if row.get("device") == device and row.get("seconds"))
+    return [(row["flops_per_token"], row["flops"] / row["seconds"]) for row in timed]
 
-    def seconds(self, cell: Cell) -> float:
-        """Estimated seconds of a cell; nan where no speed is known."""
-        cost = training_flops(cell.training.model)
-        rate = min(self.known, key=lambda known: abs(math.log(known[0] / cost)), default=(0.0, math.nan))[1]
-        return cell.flops / rate + _OVERHEAD + (_COMPILING if cell.training.compile else 0.0)
 
-    def probe(self, cells: Sequence[Cell]) -> None:
-        """Where no speed is known yet, measure the cheapest and the dearest model, if their device is here."""
-        if not self.known and (self.device != "cuda" or torch.cuda.is_available()):
-            ordered = sorted(cells, key=lambda cell: training_flops(cell.training.model))
-            self.known = [self._measured(cell) for cell in (ordered[0], ordered[-1])]
-
-    def _measured(self, cell: Cell) -> tuple[float, float]:
-        """FLOPs per token and per second of forward and backward passes over a sequence, or a few on a GPU."""
+def probe_speeds(cells: Sequence[Cell], device: str) -> Speeds:
+    """The speeds of the cheapest and the dearest model, in a few steps; none if their device is not here."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return []
+    found, ordered = [], sorted(cells, key=lambda cell: training_flops(cell.training.model))
+    for cell in (ordered[0], ordered[-1]):
         model = cell.training.model
-        net = Decoder(model).to(self.device)
-        rows = 1 if self.device == "cpu" else min(8, cell.training.batch)
-        tokens = torch.randint(model.vocab, (rows, model.context), device=self.device)
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            net.loss(tokens, tokens)[0].backward()  # type: ignore[no-untyped-call]
-            if self.device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return training_flops(model), training_flops(model) * tokens.numel() / min(seconds)
+        net = Decoder(model).to(device)
+        tokens = torch.randint(model.vocab, (1 if device == "cpu" else min(8, cell.training.batch), model.context))
+        tokens = tokens.to(device)
+        step = {"step": lambda net=net, tokens=tokens: net.loss(tokens, tokens)[0].backward()}
+        cost = training_flops(model)
+        found.append((cost, cost * tokens.numel() / min(interleaved(step, 3, 0, device)["step"])))
+    return found
+
+
+def seconds(cell: Cell, speeds: Speeds) -> float:
+    """Estimated seconds of a cell, at the speed of the model nearest to it; nan where none is known."""
+    cost = training_flops(cell.training.model)
+    rate = min(speeds, key=lambda known: abs(math.log(known[0] / cost)), default=(0.0, math.nan))[1]
+    return cell.flops / rate + 5 + 30 * cell.training.compile  # for what is not a training step
 
 
 def duration(seconds: float) -> str:
@@ -328,38 +301,3 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-class Progress:
-    """Prints a line to stderr for every cell that begins or ends, with the time that is left."""
-
-    def __init__(self, missing: Sequence[Cell], total: int, speed: Speed) -> None:
-        self.left = {cell.name: cell for cell in missing}
-        self.total, self.speed = total, speed
-        if missing and self.done:
-            _say(f"{self.done} of {total} cells are finished")
-
-    @property
-    def done(self) -> int:
-        return self.total - len(self.left)
-
-    def begins(self, cell: Cell) -> None:
-        """Announce a cell."""
-        steps = f"{cell.training.steps:,} steps, {cell.params:,} weights"
-        seconds = sum(map(self.speed.seconds, self.left.values()))
-        left = "" if math.isnan(seconds) else f"; about {duration(seconds)} left"
-        _say(f"cell {self.done + 1} of {self.total}: {cell.name} ({steps}){left}")
-
-    def ends(self, cell: Cell, outcome: Row | Exception) -> None:
-        """Report a cell's loss, or why it failed."""
-        self.left.pop(cell.name, None)
-        if isinstance(outcome, Exception):
-            _say(f"{cell.name} failed: {_first_line(outcome)}")
-            return
-        self.speed.learn(outcome)
-        said = f"causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
-        _say(f"{self.done} of {self.total}: {cell.name}: {said}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
