@@ -15,12 +15,12 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from depthgate import __version__
-from depthgate.commands.config import BenchConfig, PresetsConfig
+from depthgate.commands.config import BenchConfig, DemoConfig, PresetsConfig
 from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig, RunConfig, TrainConfig, build
 from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.config import GenerateConfig
-from depthgate.isoflop.config import DemoConfig, IsoflopConfig
+from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import preset, settle_vocab
 from depthgate.view.config import ViewConfig
 

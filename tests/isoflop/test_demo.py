@@ -18,13 +18,13 @@ import torch
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.commands import demo as command
+from depthgate.commands.config import DemoConfig
 from depthgate.commands.eval import evaluate
 from depthgate.config import EvalConfig
 from depthgate.data.batches import windows
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
 from depthgate.isoflop import report
-from depthgate.isoflop.config import DemoConfig
 from depthgate.isoflop.study import Study
 from depthgate.loading import held_out
 from depthgate.presets import PRESETS, train_config

@@ -2,9 +2,10 @@
 
 from itertools import count
 
+from depthgate.commands.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
-from depthgate.isoflop.config import DemoConfig, IsoflopConfig, command
+from depthgate.isoflop.config import IsoflopConfig, command
 from depthgate.isoflop.report import write
 from depthgate.isoflop.study import Study
 from depthgate.presets import train_config

@@ -1,4 +1,4 @@
-"""The options of `depthgate isoflop` and `depthgate demo`, and the variants that a study compares. Imports no torch."""
+"""The options of `depthgate isoflop`, and the variants that a study compares. Imports no torch."""
 
 import difflib
 import json
@@ -204,23 +204,6 @@ class IsoflopConfig(Options):
     def further_seeds(self) -> range:
         """The seeds that only the best size of each variant has."""
         return range(self.seed + self.seeds, self.seed + (self.seeds_at_minimum or self.seeds))
-
-
-@dataclass(frozen=True)
-class DemoConfig(Options):
-    """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report.
-
-    Args:
-        out: folder of both runs and of report.html
-        steps: optimizer steps of tiny-mod; tiny-dense takes as many as cost the same
-        data: text, as for depthgate train
-        seed: seed of weights, of the order of the data, and of the samples
-    """
-
-    out: str = "runs/demo"
-    steps: int = count(250)
-    data: str = "stdlib"
-    seed: int = count(0, minimum=0)
 
 
 def command(verb: str, config: Options) -> str:

@@ -40,7 +40,10 @@ _FITTED = (
 )
 _SHAPE = ("variant", "budget", "layers", "dim", "params", "flops_per_token", "tokens", "steps", "lr")
 _CELL = (*_SHAPE, "seed", "loss_causal", "loss", "bits_per_byte", "flops", "routed_share", "seconds")
-_BEST = ("variant", "budget", "best_loss", "loss_interval", "lowest", "params", "params_interval", "open_because")
+_BEST = (
+    *("variant", "budget", "best_loss", "loss_interval", "lowest", "params", "params_interval"),
+    *("forward_flops_per_token", "open_because"),
+)
 _HEADINGS = {
     **{"params": "parameters", "dim": "width", "loss_causal": "causal loss", "loss": "top-k loss"},
     **{"routed_share": "routed", "lowest": "best size", "params_interval": "interval", "loss_interval": "interval "},
@@ -67,7 +70,7 @@ def _shown(value: Any) -> str:
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """Headings and lines."""
-    headings = [_HEADINGS.get(name, name.replace("_", " ")) for name in columns]
+    headings = [_HEADINGS.get(name, name.replace("_", " ").replace("flops", "FLOPs")) for name in columns]
     return headings, [[_shown(row[name]) for name in columns] for row in rows]
 
 
@@ -84,7 +87,8 @@ def print_grid(study: Study, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"cells": rows, "flops": flops, "estimated_seconds": _json_number(sum(times))}))
         return
-    print_table(*_table(rows, (*_SHAPE, "estimated_seconds")), f"{len(cells)} cells, {short_flops(flops)} FLOPs")
+    timed = [{**row, "time": duration(s)} for row, s in zip(rows, times, strict=True)]
+    print_table(*_table(timed, (*_SHAPE, "time")), f"{len(cells)} cells, {short_flops(flops)} FLOPs")
     print(f"one after another: {duration(sum(times))}, about; nothing was trained")
     sweep = "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)"
     more = {
