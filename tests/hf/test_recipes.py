@@ -139,6 +139,18 @@ def test_trl_sft(folder, tmp_path, packing):
     assert "model.layers.1.depth_router.proj.weight" in moved(before, model.state_dict())
 
 
+def test_transformers_serve_loads_a_model_whose_class_it_is_shown(folder, monkeypatch):
+    """As in the document's serve.py; without it, `transformers serve` finds no such class."""
+    model_manager = pytest.importorskip("transformers.cli.serving.model_manager", exc_type=ImportError)
+    from depthgate.hf.classes import MoDLlamaForCausalLM
+
+    monkeypatch.setattr(model_manager.transformers, "MoDLlamaForCausalLM", MoDLlamaForCausalLM, raising=False)
+    server = object.__new__(model_manager.ModelManager)  # what it is started with needs a web server
+    server.attn_implementation, server.dtype, server.device, server.trust_remote_code = None, "auto", "cpu", False
+    server.get_quantization_config = lambda: None
+    assert type(server._load_model(f"{folder}@main")) is MoDLlamaForCausalLM
+
+
 def test_continuous_batching_is_refused(folder):
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     with pytest.raises(dg.DepthgateError, match="continuous batching"):
