@@ -166,7 +166,7 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
     with torch.no_grad(), collected_plans(model) as plans:
         language.hidden(batch.tokens, batch.pos, causal=True)
     first = batch.pos == 0
-    chosen, change = plans[0].chosen[..., 0], changes[0]  # of the first routed layer, whose tokens are as they were
+    chosen, change = plans[0][0].chosen[..., 0], changes[0]  # of the first routed layer: its tokens are as they were
     assert chosen.float().mean().item() == pytest.approx(0.5, abs=0.01)
     assert chosen[first].all()
     assert change[chosen & ~first].mean() > change[~chosen].mean()

@@ -1,6 +1,7 @@
 """Tiny random models of every family that can be routed, with random routers."""
 
 import copy
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import transformers
 
 import depthgate as dg
-from depthgate.hf.adapter import collected_plans
 from depthgate.hf.families import FAMILIES
 
 transformers.utils.logging.set_verbosity_error()
@@ -104,4 +104,14 @@ def tokens(rows: int, length: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-plans_of = collected_plans
+@contextmanager
+def plans_of(model):
+    """A list that fills with the plans of all routed layers, call by call."""
+    plans = []
+    hooks = [
+        layer.depth_router.register_forward_hook(lambda _, args, plan: plans.append(plan))
+        for layer in dg.hf.routed_layers(model)
+    ]
+    yield plans
+    for hook in hooks:
+        hook.remove()

@@ -2,7 +2,7 @@
 as lm-eval sees one."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ class HFLanguageModel:
         del doc  # positions tell documents apart
         with collected_plans(self.model) as plans:
             logits = self.model(tokens, use_cache=False, **self._options(pos, causal)).logits
-        return Output(logits, tuple(plans))
+        return Output(logits, tuple(plan for (plan,) in plans))
 
     def hidden(
         self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None, max_documents: int | None = None
@@ -114,7 +114,8 @@ class HFLanguageModel:
         del doc  # positions tell documents apart
         with collected_plans(self.model) as plans:
             x = self.hidden(tokens, pos, causal)
-        return linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten()), tuple(plans)
+        loss = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten())
+        return loss, tuple(plan for (plan,) in plans)
 
     def _options(self, pos: Tensor | None, causal: bool | None, max_documents: int | None = None) -> dict[str, Any]:
         """Keywords of the model's forward."""
@@ -126,12 +127,19 @@ class HFLanguageModel:
 
 
 @contextmanager
-def collected_plans(model: Any) -> Iterator[list[Slots]]:
-    """A list that fills with the plans of the model's routed layers, in order, each time that the model runs."""
-    found: list[Slots] = []
+def collected_plans(model: Any, measure: Callable[[Slots], Any] = lambda plan: plan) -> Iterator[list[list[Any]]]:
+    """The plans of a model's routed layers, or a measure of them: a list for each layer, which grows with every call.
+
+    One list for all layers would be compiled again for each of its lengths.
+    """
+
+    def append_to(mine: list[Any]) -> Callable[..., None]:
+        return lambda _, __, plan: mine.append(measure(plan))
+
+    layers = routed_layers(model)
+    found: list[list[Any]] = [[] for _ in layers]
     hooks = [
-        layer.depth_router.register_forward_hook(lambda _, __, plan: found.append(plan))
-        for layer in routed_layers(model)
+        layer.depth_router.register_forward_hook(append_to(mine)) for layer, mine in zip(layers, found, strict=True)
     ]
     try:
         yield found

@@ -15,14 +15,14 @@ from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed, Rows
 from depthgate.device import count_flops
 from depthgate.errors import DepthgateError
-from depthgate.hf.adapter import HFLanguageModel, cast, dense_of
+from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
 from depthgate.hf.calibrate import calibrate, scale_routers, unscale_routers
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import set_capacity
 from depthgate.hf.families import decoder_layers
 from depthgate.hf.folder import copy_tokenizer, find_tokenizer, load
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
-from depthgate.routing import Plans, Slots, Threshold, routed_share
+from depthgate.routing import Plans, Threshold, routed_share
 
 _DECAY = 0.9  # of moving thresholds: scores move much in a short time
 
@@ -50,11 +50,8 @@ class Recovery:
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
         for layer in language.routed:
             layer.rule_loss /= config.accumulate  # every part of a batch adds it
-            router: Any = layer.depth_router
-            router.share = torch.zeros((), device=device)
-            router.register_forward_hook(_note_share)
-            if isinstance(router.rule, Threshold):
-                router.rule.decay = _DECAY
+            if isinstance(layer.depth_router.rule, Threshold):
+                layer.depth_router.rule.decay = _DECAY
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.enable_input_require_grads()
@@ -101,9 +98,9 @@ class Recovery:
     def loss(self, rows: Rows) -> tuple[Tensor, float, list[Tensor], Plans]:
         """Mean loss over the targets, and the routed share of each layer. The layers themselves add the loss of their
         rules, and move their thresholds."""
-        mean = self._loss(rows.tokens, rows.pos, rows.targets.flatten())
-        routers: list[Any] = [layer.depth_router for layer in self.language.routed]
-        return mean, 0.0, [router.share for router in routers], ()
+        with collected_plans(self.model, lambda plan: routed_share(plan).detach()) as shares:
+            mean = self._loss(rows.tokens, rows.pos, rows.targets.flatten())
+        return mean, 0.0, [first for first, *_ in shares], ()
 
     def _loss(self, tokens: Tensor, pos: Tensor, targets: Tensor) -> Tensor:
         x = self.language.hidden(tokens, pos, max_documents=self.max_documents).flatten(0, 1)
@@ -162,11 +159,6 @@ class Recovery:
 def decays(name: str, weight: Tensor) -> bool:
     """True for matrices of layers; embeddings, norms, routers and LoRA do not decay."""
     return weight.ndim >= 2 and not any(part in name for part in ("embed", "wte", "wpe", "head", "lora_", "router"))
-
-
-def _note_share(router: Any, _: Any, plan: Slots) -> None:
-    """A hook that keeps the share on its router: a list that grew from layer to layer would be compiled again."""
-    router.share = routed_share(plan).detach()
 
 
 def _compile_layers(model: Any) -> None:
