@@ -9,6 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, TextTokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.generation.config import Sampling
 from depthgate.generation.text import TextStream
 
 
@@ -185,7 +186,7 @@ def test_an_empty_stream_and_one_that_is_over():
         stream.push(65)
 
 
-@pytest.mark.parametrize("stop", ["abc", [""], ["a", 3], [None]])
+@pytest.mark.parametrize("stop", ["", [""], ["a", 3], [None], None, 3])
 def test_bad_stop_strings_are_refused(stop):
-    with pytest.raises(InvalidValueError, match=r"stop is .*: it must be a list of strings that are not empty"):
-        TextStream(ByteTokenizer(), stop)
+    with pytest.raises(InvalidValueError, match=r"stop is .*: give a text, or a list of texts, none of them empty"):
+        Sampling(stop=stop)

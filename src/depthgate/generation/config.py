@@ -113,8 +113,8 @@ class GenerateConfig(Sampling):
 
     def check_together(self) -> None:
         super().check_together()
-        for name in ("prompt", "stop"):
-            if any(not isinstance(text, str) or not text for text in getattr(self, name) or []):
-                raise InvalidValueError(f"a {name} is empty, or not text: give some, or leave it out")
+        _check_stop(self.stops, "stop")
+        if any(not isinstance(text, str) or not text for text in self.prompt or []):
+            raise InvalidValueError("a prompt is empty, or not text: give some, or leave it out")
         if self.beams > 1 and not self.prompt:
             raise InvalidValueError(f"beams is {self.beams}: a search needs a --prompt")

@@ -25,11 +25,7 @@ def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, numbers
     if sampling.greedy:
         return _penalised(logits, sampling, seen).argmax(-1)
     ends = weights(logits, sampling, seen).cumsum(-1)  # (B, V): where each token's interval ends
-    if numbers is None or numbers.shape != logits.shape[:1]:
-        found = None if numbers is None else tuple(numbers.shape)
-        raise InvalidValueError(
-            f"numbers is {found} for logits {tuple(logits.shape)}: give one number in [0, 1) for each row"
-        )
+    numbers = _fitting("numbers", numbers, logits, logits.shape[:1], "give one number in [0, 1) for each row")
     total = ends[:, -1]
     # The largest numbers may round to the very end, where no token lies.
     target = torch.minimum((numbers.double() * total).long(), total - 1).clamp(min=0)
@@ -79,15 +75,18 @@ def _penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tenso
     x = logits.float()
     if sampling.repetition_penalty == 1:
         return x
-    if seen is None or seen.shape != x.shape:
-        found = None if seen is None else tuple(seen.shape)
-        raise InvalidValueError(
-            f"seen is {found} for logits {tuple(x.shape)}: repetition_penalty {sampling.repetition_penalty} needs the "
-            "tokens that occurred, of the same shape"
-        )
+    why = f"repetition_penalty {sampling.repetition_penalty} needs the tokens that occurred, of the same shape"
+    seen = _fitting("seen", seen, x, x.shape, why)
     penalty = _tame(sampling.repetition_penalty)
     smaller = torch.where(x < 0, x * penalty, x / penalty).clamp(max=torch.finfo(x.dtype).max)
     return torch.where(seen, smaller, x)
+
+
+def _fitting(name: str, given: Tensor | None, logits: Tensor, shape: torch.Size, remedy: str) -> Tensor:
+    if given is None or given.shape != shape:
+        found = None if given is None else tuple(given.shape)
+        raise InvalidValueError(f"{name} is {found} for logits {tuple(logits.shape)}: {remedy}")
+    return given
 
 
 def _tame(value: float) -> float:

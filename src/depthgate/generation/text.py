@@ -119,8 +119,6 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
-        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
-            raise InvalidValueError(f"stop is {stop!r}: it must be a list of strings that are not empty")
         self.text = ""  # everything given out so far
         self.stopped = False
         self._stop = tuple(stop)
