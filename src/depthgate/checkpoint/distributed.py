@@ -78,17 +78,8 @@ def load(run: Path, world: World, held: Mapping[str, Tensor]) -> Checkpoint:
 
 
 def _read_folder(folder: Path, world: World, held: Mapping[str, Tensor]) -> Checkpoint:
-    def checked() -> tuple[int, dict[str, dict[str, Whole]], tuple[dict[str, Any], dict[str, Any]]]:
-        """Every process looks at all headers, and hashes its share of the files."""
-        step, records = store.read_manifest(folder)
-        by_size = sorted(records, key=lambda name: (records[name].size, name))
-        return (
-            step,
-            store.read_headers(folder, records, by_size[world.rank :: world.size]),
-            store.read_plain(folder, records),
-        )
-
-    step, wholes, plain = world.agree(checked)
+    """Every process looks at all headers, hashes its share of the files, and then reads its rows."""
+    step, wholes, *plain = world.agree(lambda: store.open_checkpoint(folder, None, world.rank, world.size))
 
     def read() -> dict[str, dict[str, Tensor]]:
         return {

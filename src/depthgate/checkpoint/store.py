@@ -189,8 +189,8 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, Record]]:
 
 
 @contextmanager
-def _opened(path: Path, record: Record | None = None) -> Iterator[IO[bytes]]:
-    """A plain file in a plain folder; its size is checked before anything is read."""
+def _opened(path: Path, record: Record | None = None, hashed: bool = False) -> Iterator[IO[bytes]]:
+    """A plain file in a plain folder, its size checked before anything is read, and its hash where asked for."""
     try:
         for link in (path.parent, path):
             if link.is_symlink():
@@ -204,6 +204,10 @@ def _opened(path: Path, record: Record | None = None) -> Iterator[IO[bytes]]:
                 raise damaged(path, f"has {found.st_size} bytes where the manifest says {record.size}")
             if path.suffix == ".json" and found.st_size > MAX_JSON:
                 raise damaged(path, f"has {found.st_size} bytes, more than the {MAX_JSON} allowed")
+            if record is not None and hashed:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                    raise damaged(path, "is not what was saved (its SHA-256 differs)")
+                file.seek(0)
             yield file
     except OSError as error:
         raise damaged(path, f"cannot be opened ({error.strerror})") from None
@@ -238,57 +242,47 @@ def newest(
     raise DepthgateError(f"no complete checkpoint in {run}: check the path, or start without it{reasons}")
 
 
-def verify(folder: Path) -> dict[str, Record]:
-    """Compare every file of a checkpoint with the manifest, without reading tensors; returns the records."""
-    _, records = read_manifest(Path(folder))
-    read_plain(Path(folder), records)
-    read_headers(Path(folder), records, records)
-    return records
-
-
 def read_folder(folder: Path, only: Collection[str] | None = None) -> Checkpoint:
     """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error."""
-    folder = Path(folder)
+    step, wholes, state, config = open_checkpoint(Path(folder), only)
+    tensors = {group: tensor_files.read_all(named) for group, named in wholes.items()}
+    return Checkpoint(Path(folder), step, tensors, state, config)
+
+
+class Opened(NamedTuple):
+    """A checkpoint whose files were checked, and whose tensors are ready to be read."""
+
+    step: int
+    wholes: dict[str, dict[str, Whole]]
+    state: dict[str, Any]
+    config: dict[str, Any]
+
+
+def open_checkpoint(folder: Path, only: Collection[str] | None = None, part: int = 0, parts: int = 1) -> Opened:
+    """Check all files of a checkpoint, or those of the groups in `only`, without reading tensors; with several `parts`,
+    one part of the files is compared with the hashes."""
     step, records = read_manifest(folder)
-    state, config = read_plain(folder, records)
-    found = read_headers(folder, records, records, only)
-    return Checkpoint(folder, step, {g: tensor_files.read_all(found[g]) for g in found}, state, config)
-
-
-def read_plain(folder: Path, records: Mapping[str, Record]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state and the configuration."""
-    found = []
-    for name in PLAIN:
-        with _opened(folder / name, records[name]) as file:
-            _check_hash(file, folder / name, records[name])
-            file.seek(0)
-            found.append(from_json(file.read(), folder / name))
-    return found[0], found[1]
-
-
-def read_headers(
-    folder: Path, records: Mapping[str, Record], hashed: Collection[str], only: Collection[str] | None = None
-) -> dict[str, dict[str, Whole]]:
-    """The tensors by group and name, ready to be read; the files named in `hashed` are compared with their hash."""
     groups = tensor_files.by_group(records, folder)
     wanted = groups.keys() if only is None else set(only)
     if missing := wanted - groups.keys():
         raise DepthgateError(f"{folder} has no tensors named {sorted(missing)}: it has {sorted(groups)}")
-    found = {}
+    hashed = sorted(records, key=lambda name: (records[name].size, name))[part::parts]
+    plain, wholes = [], {}
+    for name in PLAIN:
+        with _opened(folder / name, records[name], hashed=True) as file:
+            plain.append(from_json(file.read(), folder / name))
     for group in sorted(wanted):
-        opened = {}
-        for path in (folder / name for name in groups[group]):
-            with _opened(path, records[path.name]) as file:
-                opened[path] = tensor_files.open_file(file.fileno(), path)
-                if path.name in hashed:
-                    _check_hash(file, path, records[path.name])
-        found[group] = tensor_files.index(opened)
-    return found
+        files_of_group = {}
+        for name in groups[group]:
+            with _opened(folder / name, records[name], hashed=name in hashed) as file:
+                files_of_group[folder / name] = tensor_files.open_file(file.fileno(), folder / name)
+        wholes[group] = tensor_files.index(files_of_group)
+    return Opened(step, wholes, *plain)
 
 
-def _check_hash(file: IO[bytes], path: Path, record: Record) -> None:
-    if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:  # type: ignore[arg-type]
-        raise damaged(path, "is not what was saved (its SHA-256 differs)")
+def verify(folder: Path) -> None:
+    """Compare every file of a checkpoint with the manifest; a difference is an error."""
+    open_checkpoint(Path(folder))
 
 
 def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
