@@ -1,19 +1,16 @@
-"""FSDP2 and DDP on two gloo processes equal one: losses, gradients, and a step in which nobody enters a block."""
+"""FSDP2 and DDP on two gloo processes equal one: losses, gradients, and a step in which no token enters a block."""
 
-import os
-import socket
-import sys
+from itertools import product
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from tests.conftest import close
+from tests.distributed.spawn import spawn
 from tests.zoo import D, build, gradients, loss
 
 NAMES = ["mod predictor", "mixture of depths", "moe tokens", "moe experts", "soft moe", "staged mode"]
@@ -29,12 +26,9 @@ def _means(name: str, plans):
     return () if name in ("moe tokens", "staged mode") else plans
 
 
-def _worker(rank: int, port: int, recompute: bool) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    for name in NAMES:
+def _equal(world):
+    mesh, rank = init_device_mesh("cpu", (2,)), world.rank
+    for name, recompute in product(NAMES, (False, True)):
         single, sharded = build(name), build(name)
         for layer in getattr(sharded, "layers", ()):
             fully_shard(layer, mesh=mesh)
@@ -57,11 +51,6 @@ def _worker(rank: int, port: int, recompute: bool) -> None:
     _step_without_anybody(rank, mesh)
     _masks_that_differ(rank, mesh)
     _ddp(rank)
-    dist.barrier()
-    # Everything is asserted. Leave without the interpreter's farewell: about once in sixty, a thread of torch's that
-    # outlives the process group ends it in "terminate called without an active exception".
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def _step_without_anybody(rank: int, mesh) -> None:
@@ -106,9 +95,6 @@ def _ddp(rank: int) -> None:
             close(gradients(wrapped.module)[n], g)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_two_processes_equal_one(recompute):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_worker, args=(port, recompute), nprocs=2)
+def test_two_processes_equal_one():
+    """With activations kept, and computed again on the way back."""
+    spawn(2, _equal)
