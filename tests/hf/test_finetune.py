@@ -3,10 +3,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 import sys
-import threading
-import time
+from functools import partial
 
 import pytest
 
@@ -22,16 +22,26 @@ from depthgate.data.batches import Packed
 from depthgate.data.token_file import everything, tokenize
 from depthgate.hf.adapter import HFLanguageModel, collected_plans, tokenizer_of
 from depthgate.hf.calibrate import are_neutral, calibrate
+from depthgate.hf.recover import falling_steps
+from depthgate.train import optim, run_folder
+from tests.conftest import close
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import tokens
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A converted model, and a text that it reads."""
+    folder = tmp_path_factory.mktemp("made")
+    save_model(folder / "model", capacity=0.5, rule="threshold", gate="straight_through")
+    write_text(folder / "text")
+    return folder
+
+
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home(made, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    save_model(tmp_path / "model", capacity=0.5, rule="threshold", gate="straight_through")
-    write_text(tmp_path / "text")
-    return tmp_path
+    return shutil.copytree(made, tmp_path, dirs_exist_ok=True)
 
 
 def finetune(home, out="out", *options, model="model", data="text"):
@@ -62,27 +72,29 @@ def test_it_recovers_what_routing_lost_and_leaves_the_model_alone(home, capsys):
     assert found[0]["loss"] < 1e-6  # at capacity 1 the student is its teacher
     assert found[-1]["loss"] < 0.7 * max(row["loss"] for row in found)
     assert found[-1]["flops"] > 0
-    model = AutoModelForCausalLM.from_pretrained(home / "out")
+    assert "The run has ended." in (home / "out" / "report.html").read_text()
+    model = AutoModelForCausalLM.from_pretrained(home / "out").eval()
     assert model.config.depthgate["capacity"] == 0.5
     assert all(0.3 < layer.depth_router.capacity < 0.7 for layer in dg.hf.routed_layers(model))
     assert (home / "out" / "tokenizer.json").read_bytes() == before["tokenizer.json"]
+    ids = tokens(2, 12)
+    with torch.no_grad():  # evaluation is causal
+        close(model(ids[:, :7]).logits, model(ids).logits[:, :7])
 
 
 @pytest.mark.parametrize(
     ("steps", "share", "want"),
-    [(3, "0.1", [1.0, 0.5, 0.5]), (3, "1", [1.0, 0.75, 0.5]), (2, "0", [0.5, 0.5]), (1, "0.1", [0.5])],
+    [(3, 0.1, [1.0, 0.5, 0.5]), (3, 1.0, [1.0, 0.75, 0.5]), (2, 0.0, [0.5, 0.5]), (1, 0.1, [0.5])],
 )
-def test_short_runs_begin_dense_and_end_at_the_goal(home, steps, share, want):
-    assert finetune(home, "out", "--steps", str(steps), "--capacity_share", share) == 0
-    assert [row["capacity"] for row in rows(home / "out")] == want
-    assert AutoModelForCausalLM.from_pretrained(home / "out").config.depthgate["capacity"] == 0.5
+def test_short_runs_begin_dense_and_end_at_the_goal(steps, share, want):
+    assert [optim.capacity(0.5, step, falling_steps(share, steps)) for step in range(steps)] == want
 
 
 @pytest.mark.parametrize("train", ["full", "router", "lora"])
 def test_what_is_asked_for_is_trained(home, train):
     if train == "lora":
         pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
-    assert finetune(home, "out", "--steps", "3", "--train", train, "--capacity_share", "0") == 0
+    assert finetune(home, "out", "--steps", "2", "--train", train, "--capacity_share", "0") == 0
     old, new = weights(home / "model"), weights(home / "out")
     assert old.keys() == new.keys()  # LoRA is merged
     changed = {name for name in old if not torch.equal(old[name], new[name])}
@@ -96,10 +108,10 @@ def test_what_is_asked_for_is_trained(home, train):
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(home, train):
     if train == "lora":
         pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
-    options = ("--train", train, "--schedule_steps", "6", "--accumulate", "2")
-    assert finetune(home, "whole", *options, "--steps", "6") == 0
-    assert finetune(home, "parts", *options, "--steps", "3") == 0
-    assert finetune(home, "parts", *options, "--steps", "6", "--resume") == 0
+    options = ("--train", train, "--schedule_steps", "4", "--accumulate", "2")
+    assert finetune(home, "whole", *options, "--steps", "4") == 0
+    assert finetune(home, "parts", *options, "--steps", "2") == 0
+    assert finetune(home, "parts", *options, "--steps", "4", "--resume") == 0
     whole, parts = weights(home / "whole"), weights(home / "parts")
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
     timeless = [
@@ -109,42 +121,36 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(home, train):
         assert {key: row[key] for key in twin} == twin
 
 
-def test_an_interrupted_run_saves_a_model_and_goes_on(home, capsys):
-    def interrupt():
-        metrics = home / "out" / "metrics.jsonl"
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 2:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+def test_an_interrupted_run_saves_a_model_and_goes_on(home, monkeypatch, capsys):
+    real = run_folder.Metrics.add
 
-    watcher = threading.Thread(target=interrupt, daemon=True)
-    watcher.start()
+    def add(self, row):
+        real(self, row)
+        if row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run_folder.Metrics, "add", add)
     assert finetune(home, "out", "--steps", "400") == 130
-    watcher.join()
     assert "go on with --resume" in capsys.readouterr().err
-    done = len(rows(home / "out"))
+    assert len(rows(home / "out")) == 2
     AutoModelForCausalLM.from_pretrained(home / "out")
-    assert (
-        finetune(home, "out", "--steps", str(done + 2), "--schedule_steps", "400", "--resume") == 2
-    )  # another schedule
+    assert finetune(home, "out", "--steps", "4", "--schedule_steps", "400", "--resume") == 2  # another schedule
     assert "schedule_steps" in capsys.readouterr().err
 
 
-def test_gradients_of_checkpointed_layers_are_the_same(home):
-    assert finetune(home, "plain", "--steps", "2", "--capacity_share", "0") == 0
-    assert finetune(home, "again", "--steps", "2", "--capacity_share", "0", "--checkpointing", "true") == 0
-    for row, twin in zip(rows(home / "plain"), rows(home / "again"), strict=True):
-        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-6)
-        assert row["gradient_norm"] == pytest.approx(twin["gradient_norm"], rel=1e-5)
-
-
-def test_compiled_layers_learn_the_same(home):
-    assert finetune(home, "plain", "--steps", "2", "--capacity_share", "0") == 0
+def test_layers_that_are_checkpointed_or_compiled_learn_the_same(home, monkeypatch):
+    """Compiled as far as graphs and their gradients: the C++ of them is torch's."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    options = ("--steps", "2", "--capacity_share", "0")
+    assert finetune(home, "plain", *options) == 0
+    assert finetune(home, "again", *options, "--checkpointing", "true") == 0
     torch._dynamo.utils.counters.clear()
-    assert finetune(home, "compiled", "--steps", "2", "--capacity_share", "0", "--compile", "true") == 0
+    assert finetune(home, "compiled", *options, "--compile", "true") == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3  # a dense layer, a routed one, the teacher's
-    for row, twin in zip(rows(home / "plain"), rows(home / "compiled"), strict=True):
-        assert row["loss"] == pytest.approx(twin["loss"], rel=1e-4, abs=1e-6)
-        assert row["gradient_norm"] == pytest.approx(twin["gradient_norm"], rel=1e-3)
+    for name in ("again", "compiled"):
+        for row, twin in zip(rows(home / "plain"), rows(home / name), strict=True):
+            close(torch.tensor(row["loss"]), torch.tensor(twin["loss"]))
+            close(torch.tensor(row["gradient_norm"]), torch.tensor(twin["gradient_norm"]))
 
 
 def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(home, tmp_path):
@@ -224,12 +230,3 @@ def test_steps_without_a_finite_loss_change_nothing_and_end_the_run(home, capsys
     assert "3th bad step" in capsys.readouterr().err
     assert [row["loss"] for row in rows(home / "out")] == [None, None]
     assert not (home / "out" / "config.json").exists()
-
-
-def test_eval_mode_of_the_saved_model_is_causal(home):
-    assert finetune(home, "out", "--steps", "4") == 0
-    model = AutoModelForCausalLM.from_pretrained(home / "out").eval()
-    ids = tokens(2, 12)
-    with torch.no_grad():
-        whole = model(ids).logits
-        torch.testing.assert_close(model(ids[:, :7]).logits, whole[:, :7], atol=1e-4, rtol=1e-4)

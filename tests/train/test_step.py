@@ -51,8 +51,9 @@ def test_equals_the_step_written_out(accumulate, rule):
     """Gradients that reach the router through gates alone are all there are, unless scores are the rule."""
     shape = ModelConfig(**{**MODEL.__dict__, "rule": rule})
     step = built(model=shape, accumulate=accumulate, clip=0.1, lr=0.01)
+    step.task.model.double()  # AdamW makes whole steps of what rounding leaves of a small gradient
     torch.manual_seed(0)
-    model = dg.Decoder(shape)
+    model = dg.Decoder(shape).double()
     plain = torch.optim.AdamW(
         [
             {"params": [p for n, p in model.named_parameters() if p.ndim >= 2 and n.startswith("layers.")]},
@@ -79,12 +80,12 @@ def test_equals_the_step_written_out(accumulate, rule):
         plain.step()
         plain.zero_grad()
         got_loss, got_norm, shares = step(batch).read()
-        assert got_loss == pytest.approx(loss.item(), rel=1e-5)
-        assert got_norm == pytest.approx(norm.item(), rel=1e-4)
+        close(torch.tensor(got_loss), loss)
+        close(torch.tensor(got_norm), norm)
         assert norm > 0.1  # so that clipping was tested
         assert shares == pytest.approx([2 / 8])  # of each document of 5 and 3 tokens, one
-    for (name, weight), wanted in zip(step.task.model.named_parameters(), model.parameters(), strict=True):
-        assert torch.allclose(weight, wanted, atol=2e-4), name
+    for weight, wanted in zip(step.task.model.parameters(), model.parameters(), strict=True):
+        close(weight, wanted, torch.float32)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -168,6 +169,5 @@ def test_compiled_equals_eager():
     eager, compiled = built(), built(compile=True)
     for seed in range(2):
         one, two = eager(rows(seed)).read(), compiled(rows(seed)).read()
-        assert one[0] == pytest.approx(two[0], rel=1e-5)
-        assert one[1] == pytest.approx(two[1], rel=1e-4)
+        close(torch.tensor(one[:2]), torch.tensor(two[:2]))
         assert one[2] == two[2]

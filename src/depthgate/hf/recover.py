@@ -62,9 +62,7 @@ class Recovery:
         self._flops = self._count_flops()
         self.goal = self.capacity if config.capacity is None else config.capacity
         steps = config.steps if config.schedule_steps is None else config.schedule_steps
-        # One at least, if any are wanted, and never the last, which is at the goal.
-        wanted = max(int(config.capacity_share * steps), int(config.capacity_share > 0))
-        self.falling_steps = min(wanted, steps - 1)
+        self.falling_steps = falling_steps(config.capacity_share, steps)
 
     def _teacher(self) -> HFLanguageModel | None:
         """The dense model to learn from, if the configuration asks for one."""
@@ -154,6 +152,11 @@ class Recovery:
                 load(part)
         except OSError as error:
             raise DepthgateError(f"cannot write the model to {folder} ({error.strerror or error})") from error
+
+
+def falling_steps(share: float, steps: int) -> int:
+    """Steps over which the capacity falls: one at least if any are wanted, and never the last, which is at the goal."""
+    return min(max(int(share * steps), int(share > 0)), steps - 1)
 
 
 def decays(name: str, weight: Tensor) -> bool:

@@ -110,7 +110,7 @@ def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
 
 def apply(optimizer: torch.optim.Optimizer, good: Tensor, norm: Tensor, clip: float) -> None:
     """Step with gradients scaled down to the norm `clip` if `good`, else change nothing. No host sync."""
-    scale = ((norm + 1e-6) / clip).clamp(min=1)
+    scale = ((norm + 1e-6) / clip).clamp(min=1).float()
     if isinstance(optimizer, torch.optim.AdamW):  # its fused kernel does both, as for a gradient scaler
         optimizer.grad_scale, optimizer.found_inf = scale, (~good).float()  # type: ignore[attr-defined]
         optimizer.step()
