@@ -98,7 +98,7 @@ def test_last_line_is_the_report_which_stands_alone(
     assert last == str(finished / "report.html")
     text = Path(last).read_text()
     for name in ("tiny-mod", "tiny-dense"):
-        assert f'<th scope="row">{name}</th>' in text
+        assert f'<th scope="col">{name}</th>' in text
         assert f"<h3>{name}</h3>" in text
         for line in ("training", "held out, causal"):
             assert f"{name}, {line}" in text

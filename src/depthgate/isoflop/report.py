@@ -74,6 +74,12 @@ def _table(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], list
     return headings, [[_shown(row[name]) for name in columns] for row in rows]
 
 
+def _side_by_side(headings: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The same table with a column for each line, named by its first cell."""
+    turned = [list(line) for line in zip(headings, *lines, strict=True)]
+    return ["", *turned[0][1:]], turned[1:]
+
+
 def _best_table(curves: Sequence[Curve]) -> tuple[list[str], list[list[str]]]:
     return _table([{**found, "best_loss": found["loss"]} for found in map(_summary, curves)], _BEST)
 
@@ -112,7 +118,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         writer.writeheader()
         writer.writerows(rows)
     strong = [Html(f"<p><strong>{pages.html(sentence)}</strong></p>") for sentence in sentences]
-    cells = pages.table(*_table(rows, _CELL), _NOTE)
+    table = _side_by_side(*_table(rows, _CELL)) if one_size else _table(rows, _CELL)
+    cells = pages.table(*table, _NOTE)
     sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *strong])}
     sections |= {"Results": cells} if one_size else _fitted(curves)
     sections |= _trained(study) | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
@@ -125,8 +132,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         print(json.dumps({**report, "report": str(out / "report.html")}))
         return
     if one_size:
-        headings, lines = _table(rows, _CELL)
-        print_table(["", *(line[0] for line in lines)], list(zip(headings, *lines, strict=True))[1:])
+        print_table(*table)
     else:
         print_table(*_best_table(curves), "The best of each variant")
     print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
@@ -232,7 +238,12 @@ def _making(study: Study) -> Html:
     machines = Counter(row.get("machine", "an unknown machine") for row in study.rows)
     ran = (f"{count} of {len(study.rows)} cells ran on: {name}." for name, count in machines.items())
     commands = [pages.paragraph("Command: ", pages.code(each)) for each in study.commands]
-    return pages.join([*commands, *map(pages.paragraph, ran)])
+    t = study.cells[0].training
+    how = (
+        f"Every cell is a run of depthgate train: {t.optimizer}, sequences of {t.model.context} tokens, a "
+        f"{t.schedule} schedule from lr down to {t.lowest_lr:.0%} of it, unless a variant sets another."
+    )
+    return pages.join([*commands, *map(pages.paragraph, ran), pages.paragraph(how)])
 
 
 def _trained(study: Study) -> dict[str, object]:
