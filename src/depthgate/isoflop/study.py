@@ -174,15 +174,15 @@ class Study:
 
     def _sweep(self) -> None:
         """Find learning rates for the smallest budget's smallest and largest size of each variant, and fit the rest."""
-        budget, found = self.config.budget_list[0], self._read_rates()
+        budget, seed, found = self.config.budget_list[0], self.config.seed, self._read_rates()
         for name in self.grid.ladders.keys() - found.keys():
             shapes, best = self.grid.shapes(budget, name), []
             for shape in (shapes[0], shapes[-1]):
-                usual, losses = self.grid.cell(budget, name, shape, 0).training.lr, dict[float, float]()
+                usual, losses = self.grid.cell(budget, name, shape, seed).training.lr, dict[float, float]()
                 tried = [usual * times for times in TRIED]
                 while tried:
                     lrs = [float(f"{lr:.3g}") for lr in tried]
-                    rows = self._run([self.grid.cell(budget, name, shape, 0, lr, SWEEP) for lr in lrs])
+                    rows = self._run([self.grid.cell(budget, name, shape, seed, lr, SWEEP) for lr in lrs])
                     losses |= {row["lr"]: row["loss_causal"] for row in rows}
                     tried = further_rates(losses, lrs)
                 if not losses:
