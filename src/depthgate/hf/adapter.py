@@ -174,11 +174,7 @@ def dense_of(folder: Path) -> Any:
     if not kind.startswith(PREFIX):
         return load(folder)
     base = getattr(modeling(kind.removeprefix(PREFIX)), FAMILIES[kind.removeprefix(PREFIX)].model)
-    values, _ = base.config_class.get_config_dict(folder, local_files_only=True)
-    config = base.config_class.from_dict(
-        {key: value for key, value in values.items() if key not in ("depthgate", "model_type", "architectures")}
-    )
-    return base.from_pretrained(folder, config=config, dtype="auto", local_files_only=True).eval()
+    return base.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
 
 
 def compute_dtype(name: str, device: str, model: Any) -> torch.dtype:
