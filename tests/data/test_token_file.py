@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import pickle
 import struct
 import time
 import warnings
@@ -123,11 +122,6 @@ def test_opening_a_file_warns_of_nothing(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TokenFile(tmp_path / "a.tokens")
-
-
-def test_a_file_survives_pickling(tmp_path):
-    documents = everything(saved(tmp_path))
-    assert contents(pickle.loads(pickle.dumps(documents))) == contents(documents)
 
 
 def test_data_is_tokenized_once(tmp_path, monkeypatch):

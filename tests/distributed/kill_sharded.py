@@ -95,7 +95,9 @@ def main() -> int:
             reading, writing = os.pipe()
             children = [fork(rank, Path(folder) / f"meet-{number}", run, attempt, writing) for rank in (0, 1)]
             os.close(writing)
-            time.sleep(rng.uniform(0.1, 0.8))
+            lines = os.fdopen(reading)
+            acknowledged = [int(lines.readline())] if number % 4 else []  # saving has begun; or it may not even have
+            time.sleep(rng.uniform(0.0, 0.4))
             killed = rng.choice([[0], [1], [0, 1]])
             for rank in killed:
                 os.kill(children[rank], signal.SIGKILL)
@@ -104,8 +106,8 @@ def main() -> int:
                 waited += not ended
                 if ended:
                     assert os.WIFSIGNALED(status) == (rank in killed), f"process {rank} ended by itself: {status}"
-            with os.fdopen(reading) as lines:
-                acknowledged = [int(line) for line in lines]
+            with lines:
+                acknowledged += [int(line) for line in lines]
             saves += len(acknowledged)
             attempt, left = check(run, max([attempt, *acknowledged]))
             dirty += left

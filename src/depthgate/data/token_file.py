@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import torch
 from rich.console import Console
@@ -49,31 +49,29 @@ class TokenFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
             raise DepthgateError(f"token file {path} cannot be read: {error.strerror}") from None
-        if size < _HEADER_SIZE or self._map[:8] != _MAGIC:
-            raise self._damage("it is not a token file, or cut short")
-        fields = _HEADER.unpack_from(self._map)
-        _, version, width, count, self.documents, self.text_bytes, self.vocab, self.end, digest = fields
-        if version != VERSION:
-            raise self._damage(f"its format is {version}, this depthgate reads {VERSION}")
+        head = self._map[: _HEADER.size].ljust(_HEADER.size, b"\0")
+        magic, version, width, count, self.documents, self.text_bytes, self.vocab, self.end, digest = _HEADER.unpack(
+            head
+        )
         begin = _HEADER_SIZE + _round(count * width)
-        if width not in (2, 4) or size != begin + 8 * (self.documents + 1) or not 0 < self.documents <= count:
-            raise self._damage(f"it has {size} bytes, which is not what its header says")
+        whole = size == begin + 8 * (self.documents + 1) and width in (2, 4) and 0 < self.documents <= count
+        if (magic, version) != (_MAGIC, VERSION) or not whole:
+            raise self._damage(f"it is not a token file of format {VERSION}, or not a whole one")
         self.digest: str = digest.hex()
-        if (size <= _SMALL if verify is None else verify) and digest != self._hash():
-            raise self._damage("its contents do not match its hash")
+        if size <= _SMALL if verify is None else verify:
+            payload = hashlib.sha256(memoryview(self._map)[_HEADER_SIZE:])
+            if digest != hashlib.sha256(head[:-32] + payload.digest()).digest():
+                raise self._damage("its contents do not match its hash")
         kind = torch.int16 if width == 2 else torch.int32  # torch does not index unsigned tensors
         with warnings.catch_warnings(action="ignore"):  # torch warns of memory that cannot be written; nothing writes
             self.ids = torch.frombuffer(self._map, dtype=kind, count=count, offset=_HEADER_SIZE)
             self.offsets = torch.frombuffer(self._map, dtype=torch.int64, count=self.documents + 1, offset=begin)
-        self._mask = 2 ** (8 * width) - 1
+        self._mask = 2 ** (8 * width) - 1  # makes a stored id unsigned again
         if self.offsets[0] != 0 or self.offsets[-1] != count or (self.offsets.diff() < 1).any():
             raise self._damage("its documents do not fill it")
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TokenFile, (self.path, False)
 
     def read(self, places: Tensor) -> Tensor:
         """The ids at places, as int64; one outside the vocabulary is an error, as on a GPU it would end the process."""
@@ -81,10 +79,6 @@ class TokenFile:
         if ids.numel() and int(ids.max()) >= self.vocab:
             raise self._damage(f"it holds the id {int(ids.max())}, but its vocabulary has {self.vocab}")
         return ids
-
-    def _hash(self) -> bytes:
-        payload = hashlib.sha256(memoryview(self._map)[_HEADER_SIZE:])
-        return hashlib.sha256(self._map[: _HEADER.size - 32] + payload.digest()).digest()
 
     def _damage(self, why: str) -> DepthgateError:
         return DepthgateError(f"token file {self.path} is damaged or foreign: {why}; delete it to have it made again")
