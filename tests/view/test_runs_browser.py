@@ -109,16 +109,18 @@ def test_the_report_of_a_run_reloads_itself_while_the_run_is_live(browser, run, 
     assert "no step is recorded yet" in report.read_text()
     (folder / "metrics.jsonl").write_text("".join(lines[:4]))
     write_report(folder, live=True)
-    report.write_text(report.read_text().replace(LIVE, LIVE.replace("15", "1")))  # sooner, for the test
     browser.open(report)
     assert "4 of 12" in browser.text("main .wide")
     assert "The run is going on, and this page reloads itself." in browser.text("main")
     assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", browser.text("main"))
+    report.write_text(report.read_text().replace(LIVE, LIVE.replace("15", "2")))  # sooner, for the test
+    browser.open(report)
     (folder / "metrics.jsonl").write_text("".join(lines))
     write_report(folder, live=False)
     assert LIVE not in report.read_text()
     browser.wait_for_load()
-    assert "12 of 12" in browser.text("main .wide")
+    while "12 of 12" not in browser.text("main .wide"):  # loaded again before the report was written
+        browser.wait_for_load()
     assert "The run has ended." in browser.text("main")
     assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.jsonl", "report.html"}
     assert browser.errors == []

@@ -127,25 +127,19 @@ def _read(path: Path, name: str) -> Run:
 
 
 def _row(line: bytes) -> Row | None:
-    """The values of a line that a page shows, as numbers; None where the line is something else."""
+    """The values of a line that a page shows; None where the line is something else."""
     try:
         found = json.loads(line)
-        row: Row = {axis: _number(found[axis]) for axis in AXES}
-        row |= {name: _number(found.get(name), missing=True) for name in ("loss", "lr", "tokens_per_second")}
-        row["routed_share"] = [_number(share) for share in found.get("routed_share", [])]
+        row = {axis: found[axis] for axis in AXES}
+        optional = {name: found.get(name) for name in ("loss", "tokens_per_second")}
+        shares = list(found.get("routed_share", []))
+        numbers = [*row.values(), *(value for value in optional.values() if value is not None), *shares]
+        if any(isinstance(value, bool) or not abs(value) < _MOST for value in numbers):
+            return None
         row |= {"step": int(row["step"]), "tokens": int(row["tokens"])}
-        return {**row, "resumed": found.get("resumed") is True}
+        return {**row, **optional, "routed_share": shares, "resumed": found.get("resumed") is True}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return None
-
-
-def _number(value: Any, missing: bool = False) -> Any:
-    """A finite number of ordinary size, or None where that may be `missing`."""
-    if value is None and missing:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _MOST:
-        raise ValueError(value)
-    return value
 
 
 def _asked(folder: Path, notes: list[str]) -> Row:
