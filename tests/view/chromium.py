@@ -112,6 +112,12 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
+    def wait(self, condition):
+        """Until an expression is true, looked at with every frame; pytest's timeout ends what never comes."""
+        self.js(
+            f"new Promise((done) => (function look() {{ ({condition}) ? done() : requestAnimationFrame(look); }})())"
+        )
+
     def move(self, x, y):
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 

@@ -134,9 +134,12 @@ def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot
     box = browser.box("#map")
     x, y = box["x"] + LEFT + 100, box["y"] + TOP + 30
 
+    browser.js("window.wheels = 0; addEventListener('wheel', () => wheels++, { capture: true, passive: true })")
+
     def wheel(dx, dy, **more):
+        before = browser.js("wheels")
         browser.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=dx, deltaY=dy, **more)
-        browser.js("new Promise((done) => setTimeout(done, 60))")
+        browser.wait(f"wheels > {before}")
         return span(browser)
 
     def drag(kind, far):
@@ -180,8 +183,7 @@ def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot
     assert browser.js(scrolled) == at
     browser.js("document.getElementById('whole').click()")
     wheel(0, 100)  # cannot zoom out further: the window scrolls
-    browser.js("new Promise((done) => setTimeout(done, 300))")
-    assert browser.js(scrolled) > at
+    browser.wait(f"{scrolled} > {at}")
     browser.assert_alone()
 
 
