@@ -39,7 +39,7 @@ CONSTRUCTION = {
     "rule of expert choice": (lambda: dg.MixtureOfExperts(D, 4, choice="experts", rule=[]), "threshold"),
     "huge dim": (lambda: dg.SoftMoE(10**30, 4), "dim is 1000"),
     "huge experts": (lambda: dg.MixtureOfExperts(D, 10**12), "num_experts is 1000000000000"),
-    "window beside seq_len": (lambda: dg.SoftMoEEncoder(8, 16, window_size=-5, seq_len=10), "window_size is -5"),
+    "window with seq_len": (lambda: dg.SoftMoEEncoder(8, 16, window_size=-5, seq_len=10), "window_size is -5"),
     "parts of two widths": (lambda: Block(D, Attention(2 * D, 2), SwiGLU(D)), "attention has dim 32"),
     "threshold experts": (lambda: Threshold(-1), "experts is -1"),
     "scores of expert choice": (lambda: dg.MixtureOfExperts(D, 4, choice="experts", rule="scores"), "never above 0"),

@@ -81,7 +81,7 @@ def test_several_prompts_are_shown_in_their_order(model, capsys):
 
 
 def talk(monkeypatch, capsys, typed, *words):
-    """What is printed when these lines are typed."""
+    """Output of a conversation in which these lines are typed."""
     monkeypatch.setattr(sys, "stdin", None if typed is None else io.StringIO(typed))
     code, out, err = said(capsys, *words)
     assert code == 0

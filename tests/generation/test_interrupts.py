@@ -112,7 +112,7 @@ def test_keys_and_values_of_a_search_are_counted(model, capsys):
 
 
 def interrupted(words, capsys, monkeypatch, call):
-    """What `depthgate` has printed when SIGINT comes, in a pass of the model, and what it prints then."""
+    """Output of `depthgate` up to the SIGINT that comes in a pass of the model, and its output from then on."""
     shown = []
     with monkeypatch.context() as patch:
         interrupt_at(patch, call, lambda: shown.append(capsys.readouterr().out))

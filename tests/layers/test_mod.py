@@ -156,7 +156,7 @@ def test_the_future_does_not_leak_in_causal_mode(rule):
     assert not torch.allclose(layer(x)[0][:, :7], layer(changed)[0][:, :7])
 
 
-def test_nobody_enters_and_nothing_is_computed():
+def test_no_token_enters_and_nothing_is_computed():
     class Never(nn.Module):
         def forward(self, *args, **kwargs):
             raise AssertionError("called")
@@ -176,13 +176,13 @@ def test_nobody_enters_and_nothing_is_computed():
 
 
 def closed(layer):
-    """A layer whose threshold nobody passes."""
+    """A layer whose threshold no token passes."""
     layer.router.rule.average.fill_(1e6)
     layer.router.rule.weight.fill_(1.0)
     return layer
 
 
-def test_nobody_enters_and_every_parameter_still_has_a_gradient():
+def test_no_token_enters_and_every_parameter_still_has_a_gradient():
     x = torch.randn(2, 5, D)
     layer = closed(MoD(block(), TopTokens(D, 0.5, rule="threshold")))
     layer(x, causal=True)[0].sum().backward()
@@ -199,7 +199,7 @@ def test_nobody_enters_and_every_parameter_still_has_a_gradient():
 
 
 def test_a_block_with_a_padding_mask_gets_ragged_rows_in_one_call():
-    """One call, and the same as the rows alone: lengths differ, one row has nobody."""
+    """One call, and the same as the rows alone: lengths differ, one row has no token."""
     calls = []
     plain = nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0)
     plain.register_forward_pre_hook(lambda m, args: calls.append(args[0].shape))

@@ -26,7 +26,7 @@ def test_it_equals_its_twin(chunk, temperature, text):
     assert gradcheck(lambda x, w: linear_distillation(x, w, y, v, TARGETS, temperature, text, chunk), (x, w))
 
 
-def test_whoever_says_what_the_teacher_says_loses_nothing_and_learns_nothing():
+def test_a_student_that_equals_its_teacher_has_no_loss_and_no_gradient():
     x, w, _, _ = sides()
     loss = linear_distillation(x, w, x, w, TARGETS)
     loss.backward()

@@ -63,8 +63,8 @@ ENDS = {
     "even": [4, 8, 12],
     "an empty expert": [5, 5, 12],
     "one gets all": [0, 12, 12],
-    "rows of nobody": [2, 5, 9],
-    "nobody at all": [0, 0, 0],
+    "rows of no group": [2, 5, 9],
+    "no rows": [0, 0, 0],
 }
 
 

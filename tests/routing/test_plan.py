@@ -79,7 +79,7 @@ def test_groups_by_hand():
     computed = rows.clone()
     computed[0] *= 10  # expert 0
     computed[1:3] *= 100  # expert 1
-    computed[3:] = torch.nan  # nobody's: never looked at
+    computed[3:] = torch.nan  # of no expert: never looked at
     assert plan.combine(computed)[0, :, 0].tolist() == [0.75 * 100, 0.5 * 20 + 0.25 * 200, 0.0]
 
 

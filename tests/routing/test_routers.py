@@ -127,7 +127,7 @@ def test_the_causal_choice_of_a_token_depends_on_it_alone(rule):
     changed = x.clone()
     changed[:, 12:] += 1
     assert torch.equal(router(changed, causal=True).chosen[:, :12], whole[:, :12])
-    # and the top-k choice is not causal: somebody earlier is displaced by raising later scores
+    # and the top-k choice is not causal: an earlier token is displaced by raising later scores
     raised = x.clone()
     raised[:, 12:] = 10 * router.proj.weight[0] / router.proj.weight.norm()
     assert not torch.equal(router(raised).chosen[:, :12], router(x).chosen[:, :12])

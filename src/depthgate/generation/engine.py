@@ -83,7 +83,7 @@ class Engine:
         return Pass(self.model.head(x[:, -1]).float(), depths, entered.sum(2).T)
 
     def _chunks(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """What the head reads of the last chunk, and which of the tokens entered each routed layer, (L, B, T) bool."""
+        """Input of the head for the last chunk, and the tokens that entered each routed layer, (L, B, T) bool."""
         new, chunk = tokens.shape[1], self.chunk
         if self.cache is None:
             self.history = torch.cat([self.history, torch.stack([tokens, pos])], 2)
