@@ -21,9 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from depthgate.commands import bench, convert, finetune
-from depthgate.commands.config import BenchConfig
 from depthgate.commands.eval import evaluate
-from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig
+from depthgate.config import BenchConfig, ConvertConfig, EvalConfig, FinetuneConfig
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 

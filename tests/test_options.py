@@ -7,8 +7,8 @@ import pytest
 
 from depthgate.cli import VERBS
 from depthgate.config import ModelConfig, RunConfig
-from depthgate.errors import InvalidValueError
-from depthgate.options import Options, choice, count, number, positive, share, token_share, weight
+from depthgate.errors import InvalidValueError, check_capacity
+from depthgate.options import Options, choice, count, number, option
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Base(Options):
 @dataclass(frozen=True)
 class Sub(Base):
     steps: int = count(0, minimum=0)
-    rate: float = positive(1.0)
-    part: float = share(0.0)
-    loss: float = weight(0.0)
-    tokens: float = token_share(1.0)
-    heat: float = number(1.0, 0, math.inf, "[)")
+    rate: float = number(1.0, "(0, inf)")
+    part: float = number(0.0, "[0, 1]")
+    loss: float = number(0.0, "[0, 1)")
+    tokens: float = option(1.0, check=check_capacity)
+    heat: float = number(1.0, "[0, inf)")
 
     def check_together(self) -> None:
         if self.steps and self.kind == "b":

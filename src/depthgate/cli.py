@@ -15,8 +15,17 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from depthgate import __version__
-from depthgate.commands.config import BenchConfig, DemoConfig, PresetsConfig
-from depthgate.config import ConvertConfig, EvalConfig, FinetuneConfig, RunConfig, TrainConfig, build
+from depthgate.config import (
+    BenchConfig,
+    ConvertConfig,
+    DemoConfig,
+    EvalConfig,
+    FinetuneConfig,
+    PresetsConfig,
+    RunConfig,
+    TrainConfig,
+    build,
+)
 from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.config import GenerateConfig

@@ -3,25 +3,16 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from depthgate.errors import InvalidValueError, check_choice, check_count, check_divides
-from depthgate.options import (
-    DEVICES,
-    Options,
-    checked,
-    choice,
-    count,
-    positive,
-    share,
-    token_share,
-    weight,
-    whole_numbers,
-)
+from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides
+from depthgate.options import DEVICES, Options, choice, count, number, option, required, whole_numbers
 
 KINDS = ("dense", "mod", "moe", "mode", "random")
 ROUTED_KINDS = ("mod", "mode", "random")
 GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # those that are 1 at a score of 0
 RULE_NAMES = ("scores", "predictor", "threshold")
+TRACKERS = ("tensorboard", "trackio", "wandb")
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 def build(config: type[Any], values: Any) -> Any:
@@ -66,56 +57,36 @@ def check_vocab(tokenizer: str, vocab: int | None) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig(Options):
-    """A decoder language model.
-
-    Args:
-        vocab: how many token ids there are
-        dim: model width
-        layers: number of layers
-        heads: query heads
-        kv_heads: key and value heads; as many as heads unless given
-        hidden: width of the feed-forward; 8/3 of dim unless given
-        context: tokens of a training sequence, and the most a prompt may have
-        pattern: kinds of layers, separated by commas and repeated: dense, mod (Mixture-of-Depths), moe (experts as
-            feed-forward), mode (Mixture-of-Depths around a layer with experts), random (tokens taken by chance: what
-            mod is to be compared with)
-        capacity: share of the tokens that go through a mod, mode or random layer
-        gate: what a routed row is multiplied by
-        rule: how a token is routed causally
-        experts: experts of a moe or mode layer
-        top_k: experts each token uses
-        null_experts: experts that compute nothing (integrated MoDE)
-        shared_experts: experts that every token uses
-        expert_hidden: width of each expert; hidden unless given
-        qk_norm: normalise queries and keys
-        tied: use the embedding as the head
-        rope_base: base of the rotary positions
-        head_dim: width of a head; dim / heads unless given
-        norm_eps: what norms add to the mean square; the precision of the numbers unless given
-    """
+    """A decoder language model."""
 
     # The limits are far above any model that is trained, and far below what would hang a machine that tries.
-    vocab: int = count(257, maximum=2**24)
-    dim: int = count(128, maximum=2**16)
-    layers: int = count(4, maximum=2**12)
-    heads: int = count(4, maximum=2**12)
-    kv_heads: int | None = count(None, maximum=2**12)
-    hidden: int | None = count(None, maximum=2**20)
-    context: int = count(256, maximum=2**24)
-    pattern: str = checked("dense", check_pattern)
-    capacity: float = token_share(0.125)
-    gate: str = choice("one_plus_tanh", GATE_NAMES)
-    rule: str = choice("predictor", RULE_NAMES)
-    experts: int = count(8, maximum=2**14)
-    top_k: int = count(2, maximum=2**14)
-    null_experts: int = count(0, minimum=0, maximum=2**14)
-    shared_experts: int = count(0, minimum=0, maximum=2**8)
-    expert_hidden: int | None = count(None, maximum=2**20)
-    qk_norm: bool = False
-    tied: bool = True
-    rope_base: float = positive(10_000.0)
-    head_dim: int | None = count(None, maximum=2**16)
-    norm_eps: float | None = positive(None)
+    vocab: int = count(257, "how many token ids there are", maximum=2**24)
+    dim: int = count(128, "model width", maximum=2**16)
+    layers: int = count(4, "number of layers", maximum=2**12)
+    heads: int = count(4, "query heads", maximum=2**12)
+    kv_heads: int | None = count(None, "key and value heads; as many as heads unless given", maximum=2**12)
+    hidden: int | None = count(None, "width of the feed-forward; 8/3 of dim unless given", maximum=2**20)
+    context: int = count(256, "tokens of a training sequence, and the most a prompt may have", maximum=2**24)
+    pattern: str = option(
+        "dense",
+        "kinds of layers, separated by commas and repeated: dense, mod (Mixture-of-Depths), moe (experts as "
+        "feed-forward), mode (Mixture-of-Depths around a layer with experts), random (tokens taken by chance: what mod "
+        "is to be compared with)",
+        check_pattern,
+    )
+    capacity: float = option(0.125, "share of the tokens that go through a mod, mode or random layer", check_capacity)
+    gate: str = choice("one_plus_tanh", GATE_NAMES, "what a routed row is multiplied by")
+    rule: str = choice("predictor", RULE_NAMES, "how a token is routed causally")
+    experts: int = count(8, "experts of a moe or mode layer", maximum=2**14)
+    top_k: int = count(2, "experts each token uses", maximum=2**14)
+    null_experts: int = count(0, "experts that compute nothing (integrated MoDE)", minimum=0, maximum=2**14)
+    shared_experts: int = count(0, "experts that every token uses", minimum=0, maximum=2**8)
+    expert_hidden: int | None = count(None, "width of each expert; hidden unless given", maximum=2**20)
+    qk_norm: bool = option(False, "normalise queries and keys")
+    tied: bool = option(True, "use the embedding as the head")
+    rope_base: float = number(10_000.0, "(0, inf)", "base of the rotary positions")
+    head_dim: int | None = count(None, "width of a head; dim / heads unless given", maximum=2**16)
+    norm_eps: float | None = number(None, "(0, inf)", "what norms add to the mean square; unless given the dtype's eps")
 
     def check_together(self) -> None:
         check_count(self.top_k, "top_k", maximum=self.experts)
@@ -143,56 +114,35 @@ class ModelConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Options):
-    """A training run, of our own models or of a converted one.
+    """A training run, of our own models or of a converted one."""
 
-    Args:
-        data: a text file, a glob, a folder, .jsonl, any of them packed (.xz, .gz, .zst), or stdlib: the source of
-            Python's standard library
-        out: folder of the run
-        steps: optimizer steps in all, also when a run is resumed
-        device: cpu, cuda, or auto: cuda where there is one
-        seed: seed of weights and of the order of the data
-        batch: sequences in a step
-        accumulate: parts a step's batch is computed in, one after another
-        lr: highest learning rate
-        router_lr: times lr, for the routers
-        weight_decay: decay of the matrices
-        warmup: steps until lr is reached
-        schedule: cosine, or wsd: constant, and a linear decay over the last fifth
-        schedule_steps: steps the schedule is made for, so that longer runs begin as shorter ones do; steps unless given
-        lowest_lr: share of lr at the end
-        clip: largest norm of all gradients
-        dtype: float32, or bfloat16: products in bfloat16, weights in float32
-        compile: compile the layers with torch.compile
-        workers: threads that prepare batches
-        checkpoint_every: steps between checkpoints
-        keep: checkpoints kept
-        tracker: also send metrics to tensorboard, trackio or wandb
-        most_bad_steps: steps in a row without a finite loss and gradient, after which a run stops
-    """
-
-    data: str
-    out: str
-    steps: int = count(1000)
-    device: str = choice("auto", DEVICES)
-    seed: int = count(0, minimum=0)
-    batch: int = count(8)
-    accumulate: int = count(1)
-    lr: float | None = positive(None)
-    router_lr: float = positive(1.0)
-    weight_decay: float = weight(0.1)
-    warmup: int = count(100, minimum=0)
-    schedule: str = choice("cosine", ("cosine", "wsd"))
-    schedule_steps: int | None = count(None)
-    lowest_lr: float = share(0.1)  # 1: a rate that stays as it is
-    clip: float = positive(1.0)
-    dtype: str = choice("float32", ("float32", "bfloat16"))
-    compile: bool = False
-    workers: int = count(0, minimum=0, maximum=256)
-    checkpoint_every: int = count(100)
-    keep: int = count(2, minimum=2)
-    tracker: str | None = choice(None, ("tensorboard", "trackio", "wandb"))
-    most_bad_steps: int = count(10)
+    data: str = required(
+        "a text file, a glob, a folder, .jsonl, any of them packed (.xz, .gz, .zst), or stdlib: the source of Python's "
+        "standard library"
+    )
+    out: str = required("folder of the run")
+    steps: int = count(1000, "optimizer steps in all, also when a run is resumed")
+    device: str = choice("auto", DEVICES, "cpu, cuda, or auto: cuda where there is one")
+    seed: int = count(0, "seed of weights and of the order of the data", minimum=0)
+    batch: int = count(8, "sequences in a step")
+    accumulate: int = count(1, "parts a step's batch is computed in, one after another")
+    lr: float | None = number(None, "(0, inf)", "highest learning rate")
+    router_lr: float = number(1.0, "(0, inf)", "times lr, for the routers")
+    weight_decay: float = number(0.1, "[0, 1)", "decay of the matrices")
+    warmup: int = count(100, "steps until lr is reached", minimum=0)
+    schedule: str = choice("cosine", ("cosine", "wsd"), "cosine, or wsd: constant, then linear over the last fifth")
+    schedule_steps: int | None = count(
+        None, "steps the schedule is made for, so that longer runs begin as shorter ones do; steps unless given"
+    )
+    lowest_lr: float = number(0.1, "[0, 1]", "share of lr at the end; 1: a rate that stays as it is")
+    clip: float = number(1.0, "(0, inf)", "largest norm of all gradients")
+    dtype: str = choice("float32", DTYPES[1:], "float32, or bfloat16: products in bfloat16, weights in float32")
+    compile: bool = option(False, "compile the layers with torch.compile")
+    workers: int = count(0, "threads that prepare batches", minimum=0, maximum=256)
+    checkpoint_every: int = count(100, "steps between checkpoints")
+    keep: int = count(2, "checkpoints kept", minimum=2)
+    tracker: str | None = choice(None, TRACKERS, "also send metrics to tensorboard, trackio or wandb")
+    most_bad_steps: int = count(10, "steps in a row without a finite loss and gradient, after which a run stops")
 
     def check_together(self) -> None:
         check_divides(self.accumulate, self.batch, "accumulate", "batch")
@@ -200,39 +150,25 @@ class RunConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """Train a decoder language model on text.
-
-    Args:
-        preset: where all other options start from (see depthgate presets)
-        validation: text for `depthgate eval --data heldout`; a share of the data is held out unless given
-        tokenizer: bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer
-        vocab: size of a bpe tokenizer
-        model: the model
-        optimizer: adamw, or muon: Muon for the matrices of the layers and AdamW for the rest
-        rule_loss: weight of the loss that trains the causal rule
-        balance_loss: weight of the loss that spreads tokens over experts
-        z_loss: weight of the loss that keeps the logits of experts small
-        capacity_steps: steps over which the capacity falls from 1 to that of the model
-        cuda_graph: on cuda, record a step once and replay it as a CUDA graph, where it can be one
-        max_documents: most documents in a sequence; the tokens of further ones are left out. Unless given, as many as
-            the data needs
-    """
+    """Train a decoder language model on text."""
 
     data: str = "stdlib"
     out: str = "runs/train"
-    preset: str = "tiny-mod"
-    validation: str | None = None
-    tokenizer: str = "bytes"
-    vocab: int | None = None
+    preset: str = option("tiny-mod", "where all other options start from (see depthgate presets)")
+    validation: str | None = option(None, "text for `eval --data heldout`; a share of the data unless given")
+    tokenizer: str = option("bytes", "bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer")
+    vocab: int | None = option(None, "size of a bpe tokenizer")
     model: ModelConfig = field(default_factory=ModelConfig)
-    optimizer: str = choice("adamw", ("adamw", "muon"))
-    lr: float = positive(1e-3)
-    rule_loss: float = weight(0.01)
-    balance_loss: float = weight(0.01)
-    z_loss: float = weight(1e-4)
-    capacity_steps: int = count(0, minimum=0)
-    cuda_graph: bool = True
-    max_documents: int | None = count(None)
+    optimizer: str = choice("adamw", ("adamw", "muon"), "adamw, or muon: Muon for the layers' matrices, else AdamW")
+    lr: float = number(1e-3, "(0, inf)")
+    rule_loss: float = number(0.01, "[0, 1)", "weight of the loss that trains the causal rule")
+    balance_loss: float = number(0.01, "[0, 1)", "weight of the loss that spreads tokens over experts")
+    z_loss: float = number(1e-4, "[0, 1)", "weight of the loss that keeps the logits of experts small")
+    capacity_steps: int = count(0, "steps over which the capacity falls from 1 to that of the model", minimum=0)
+    cuda_graph: bool = option(True, "on cuda, record a step once and replay it as a CUDA graph, where it can be one")
+    max_documents: int | None = count(
+        None, "most documents in a sequence; further ones are left out. Unless given, as many as the data needs"
+    )
 
     def check_together(self) -> None:
         super().check_together()
@@ -241,48 +177,45 @@ class TrainConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(RunConfig):
-    """Recover the quality of a converted Hugging Face model.
+    """Recover the quality of a converted Hugging Face model."""
 
-    Args:
-        model: folder of a converted model, which stays as it is
-        data: text, as for depthgate train
-        out: folder to write the model to, with its metrics and checkpoints
-        teacher: folder of the model to learn from; the dense form of --model unless given
-        loss: distillation: say what the teacher says; text: predict the text
-        text_share: share of the distillation loss that is of predicting the text
-        temperature: how much both sides are softened in distillation
-        train: what is trained: full, router (the routers alone) or lora (routers, and LoRA in all linear layers, merged
-            when the model is saved)
-        rank: rank of LoRA
-        capacity: share of the tokens that go through a routed layer at the end; the model's unless given
-        capacity_share: share of the steps over which the capacity falls from 1
-        calibrate: tokens that routers are scaled by before the first step and, if they are all zero, set from, so that
-            they begin with what their layers change most; 0: none
-        tokens: tokens to train on, instead of steps
-        seq: tokens of a sequence
-        lr: highest learning rate; unless given 1e-4, of LoRA and routers 1e-3
-        dtype: float32, bfloat16 (products in bfloat16, what is trained in float32), or auto: bfloat16 on cuda
-        checkpointing: compute activations again on the way back, which saves memory
-        compile: compile the layers and the loss with torch.compile
-        seed: seed of the order of the data, and of LoRA
-    """
-
-    model: str
-    teacher: str | None = None
-    loss: str = choice("distillation", ("distillation", "text"))
-    text_share: float = share(0.0)
-    temperature: float = positive(1.0)
-    train: str = choice("full", ("full", "router", "lora"))
-    rank: int = count(16)
-    capacity: float | None = token_share(None)
-    capacity_share: float = share(0.1)
-    calibrate: int = count(16_384, minimum=0)
-    tokens: int | None = count(None, maximum=2**53)
-    seq: int = count(512)
-    weight_decay: float = weight(0.01)
+    model: str = required("folder of a converted model, which stays as it is")
+    data: str = required("text, as for depthgate train")
+    out: str = required("folder to write the model to, with its metrics and checkpoints")
+    teacher: str | None = option(None, "folder of the model to learn from; the dense form of --model unless given")
+    loss: str = choice(
+        "distillation", ("distillation", "text"), "distillation: say what the teacher says; text: predict the text"
+    )
+    text_share: float = number(0.0, "[0, 1]", "share of the distillation loss that is of predicting the text")
+    temperature: float = number(1.0, "(0, inf)", "how much both sides are softened in distillation")
+    train: str = choice(
+        "full",
+        ("full", "router", "lora"),
+        "what is trained: full, router (the routers alone) or lora (routers, and LoRA in all linear layers, merged "
+        "when the model is saved)",
+    )
+    rank: int = count(16, "rank of LoRA")
+    capacity: float | None = option(
+        None, "share of the tokens that go through a routed layer at the end; the model's unless given", check_capacity
+    )
+    capacity_share: float = number(0.1, "[0, 1]", "share of the steps over which the capacity falls from 1")
+    calibrate: int = count(
+        16_384,
+        "tokens that routers are scaled by before the first step and, if they are all zero, set from, so that they "
+        "begin with what their layers change most; 0: none",
+        minimum=0,
+    )
+    tokens: int | None = count(None, "tokens to train on, instead of steps", maximum=2**53)
+    seq: int = count(512, "tokens of a sequence")
+    seed: int = count(0, "seed of the order of the data, and of LoRA", minimum=0)
+    lr: float | None = number(None, "(0, inf)", "highest learning rate; unless given 1e-4, of LoRA and routers 1e-3")
+    weight_decay: float = number(0.01, "[0, 1)")
     warmup: int = count(20, minimum=0)
-    dtype: str = choice("auto", ("auto", "float32", "bfloat16"))
-    checkpointing: bool = False
+    dtype: str = choice(
+        "auto", DTYPES, "float32, bfloat16 (products in bfloat16, weights in float32), or auto: bfloat16 on cuda"
+    )
+    checkpointing: bool = option(False, "compute activations again on the way back, which saves memory")
+    compile: bool = option(False, "compile the layers and the loss with torch.compile")
     workers: int = count(1, minimum=0, maximum=256)
     checkpoint_every: int = count(500)
 
@@ -304,32 +237,35 @@ class FinetuneConfig(RunConfig):
 
 @dataclass(frozen=True)
 class ConvertConfig(Options):
-    """Route some layers of a Hugging Face model, and save it as another; or write a run as a Hugging Face model.
+    """Route some layers of a Hugging Face model, and save it as another; or write a run as a Hugging Face model."""
 
-    Args:
-        model: folder of a Hugging Face model, a GGUF file, or a run of `depthgate train`; it stays as it is
-        out: folder to write; it must not be there yet
-        capacity: share of the tokens that go through a routed layer
-        layers: every_other, auto (those that change their tokens least on --text), or numbers of layers, such as 1,3,5
-        gate: what a routed row is multiplied by: one_plus_tanh or straight_through, which are 1 at first
-        rule: how a token is routed causally
-        text: file of text that `--layers auto` measures on
-        probe: tokens of each of the two sequences that the converted model is compared on with the dense one; they come
-            after as many as its window of attention holds, if that is 1024 at most
-        seed: seed of those sequences
-        to: family that a run must become: llama, or qwen3 (where it normalises queries and keys)
-    """
-
-    model: str
-    out: str
-    capacity: float = token_share(0.5)
-    layers: str | list[int] = "every_other"
-    gate: str = checked("one_plus_tanh", check_neutral)
-    rule: str = choice("predictor", RULE_NAMES)
-    text: str | None = None
-    probe: int = count(64, minimum=2, maximum=2**16)
-    seed: int = count(0, minimum=0)
-    to: str | None = choice(None, ("llama", "qwen3"))
+    model: str = required("folder of a Hugging Face model, a GGUF file, or a run; it stays as it is")
+    out: str = required("folder to write; it must not be there yet")
+    capacity: float = option(0.5, "share of the tokens that go through a routed layer", check_capacity)
+    layers: str | list[int] = option(  # noqa: RUF009
+        "every_other",
+        "every_other, auto (those that change their tokens least on --text), or numbers of layers, such as 1,3,5",
+    )
+    gate: str = option(
+        "one_plus_tanh",
+        "what a routed row is multiplied by: one_plus_tanh or straight_through, which are 1 at first",
+        check_neutral,
+    )
+    rule: str = choice("predictor", RULE_NAMES, "how a token is routed causally")
+    text: str | None = option(None, "file of text that `--layers auto` measures on")
+    probe: int = count(
+        64,
+        "tokens of each of the two sequences that the converted model is compared on with the dense one; they come "
+        "after as many as its window of attention holds, if that is 1024 at most",
+        minimum=2,
+        maximum=2**16,
+    )
+    seed: int = count(0, "seed of those sequences", minimum=0)
+    to: str | None = choice(
+        None,
+        ("llama", "qwen3"),
+        "family that a run must become: llama, or qwen3 (where it normalises queries and keys)",
+    )
 
     def check_together(self) -> None:
         if (self.layers == "auto") != (self.text is not None):
@@ -347,30 +283,69 @@ class ConvertConfig(Options):
 
 @dataclass(frozen=True)
 class EvalConfig(Options):
-    """Measure how well a model predicts a text, or how well it does tasks.
+    """Measure how well a model predicts a text, or how well it does tasks."""
 
-    Args:
-        model: folder of a run, or of one of its checkpoints, or of a Hugging Face model, dense or converted
-        data: text, as for depthgate train; or heldout: what the run kept from its training (or its validation text)
-        tasks: instead of data, a task of lm-eval in a yaml file, for Hugging Face models
-        limit: most documents of the task
-        batch: sequences computed at once
-        tokens: most tokens to measure on, spread evenly; all unless given
-        seq: tokens that a Hugging Face model reads at once; unless given 1024, or what it has room for
-        dtype: that of a Hugging Face model: float32, bfloat16, or auto: on a CPU float32, else what it is stored in
-        device: cpu, cuda, or auto
-    """
-
-    model: str
-    data: str | None = None
-    tasks: str | None = None
-    limit: int | None = count(None)
-    batch: int = count(8)
-    tokens: int | None = count(None)
-    seq: int | None = count(None)
-    dtype: str = choice("auto", ("auto", "float32", "bfloat16"))
-    device: str = choice("auto", DEVICES)
+    model: str = required("folder of a run, of one of its checkpoints, or of a Hugging Face model, dense or converted")
+    data: str | None = option(
+        None, "text, as for depthgate train; or heldout: what the run kept from its training (or its validation text)"
+    )
+    tasks: str | None = option(None, "instead of data, a task of lm-eval in a yaml file, for Hugging Face models")
+    limit: int | None = count(None, "most documents of the task")
+    batch: int = count(8, "sequences computed at once")
+    tokens: int | None = count(None, "most tokens to measure on, spread evenly; all unless given")
+    seq: int | None = count(
+        None, "tokens that a Hugging Face model reads at once; unless given 1024, or what it has room for"
+    )
+    dtype: str = choice(
+        "auto", DTYPES, "float32, bfloat16, or auto: on a CPU float32, else what the model is stored in"
+    )
+    device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
         if (self.data is None) == (self.tasks is None):
             raise InvalidValueError("eval needs a text or tasks: give --data or --tasks, and not both")
+
+
+@dataclass(frozen=True)
+class BenchConfig(Options):
+    """Time how fast models read and write, and measure the memory they take, next to the first of them."""
+
+    models: str = required("folders of runs or of Hugging Face models, dense or converted, separated by commas")
+    data: str | None = option(
+        None, "text that they read, as for depthgate train; what the first model's run held out unless given"
+    )
+    batch: str | int = option("1,8", "numbers of sequences computed at once, separated by commas")
+    context: str | int | None = option(
+        None, "numbers of tokens read of each sequence, separated by commas; 512 or what fits unless given"
+    )
+    new_tokens: int = count(32, "tokens of each that are written")
+    repeats: int = count(5, "how often the text is read")
+    dtype: str = choice(
+        "auto", DTYPES, "float32, bfloat16, or auto: on a CPU float32, else what the model is stored in"
+    )
+    device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
+
+    def check_together(self) -> None:
+        for name in ("batch", "context"):
+            for each in self.numbers(name):
+                check_count(each, name)
+
+    def numbers(self, name: str) -> list[int]:
+        """`batch` or `context` as numbers."""
+        given = getattr(self, name)
+        return [] if given is None else whole_numbers(given, name)
+
+
+@dataclass(frozen=True)
+class PresetsConfig(Options):
+    """List the presets of depthgate train, with parameters and FLOPs."""
+
+
+@dataclass(frozen=True)
+class DemoConfig(Options):
+    """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report."""
+
+    out: str = option("runs/demo", "folder of both runs and of report.html")
+    steps: int = count(250, "optimizer steps of tiny-mod; tiny-dense takes as many as cost the same")
+    data: str = option("stdlib", "text, as for depthgate train")
+    seed: int = count(0, "seed of weights, of the order of the data, and of the samples", minimum=0)

@@ -10,14 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate.errors import (
-    InvalidValueError,
-    check_capacity,
-    check_choice,
-    check_count,
-    check_divides,
-    check_probability,
-)
+from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_number
 from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
 from depthgate.ops.rows import check_tokens, masked_positions, plain_positions, take_rows
@@ -133,7 +126,7 @@ class SoftMoEBlock(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(check_count(hidden_size, "hidden_size"))
         self.moe = SoftMoE(hidden_size, num_experts)
-        self.dropout = nn.Dropout(check_probability(dropout, "dropout"))
+        self.dropout = nn.Dropout(check_number(dropout, "dropout", "[0, 1)"))
 
     def update(self, x: Tensor, pos: Tensor | None = None) -> tuple[Tensor, Plans]:
         """The update of x (B, T, D), and its plan."""

@@ -17,46 +17,27 @@ class InvalidValueError(DepthgateError, ValueError):
     """A value outside its allowed range; also a ValueError."""
 
 
-def _number(value: Any) -> float:
-    """A real number as float; NaN, which lies in no range, for everything else."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
-
-
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def check_number(value: Any, name: str, low: float, high: float, ends: str = "[]", note: str = "") -> float:
-    """A real number from `low` to `high`; `ends` says which of the two belong to the range, such as "(]"."""
-    number = _number(value)
-    inside = (number > low or (ends[0] == "[" and number == low)) and (
-        number < high or (ends[1] == "]" and number == high)
-    )
+def check_number(value: Any, name: str, interval: str, note: str = "") -> float:
+    """A real number in an interval such as "(0, 1]", which contains 1 and not 0."""
+    low, high = map(float, interval[1:-1].split(","))
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.nan
+    inside = low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
     if not inside:
-        allowed = f"a number in {ends[0]}{low:g}, {high:g}{ends[1]}{note}"
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be {allowed}")
+        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in {interval}{note}")
     return number
 
 
 def check_capacity(value: Any, name: str = "capacity") -> float:
-    """A share of tokens: a real number in (0, 1]."""
-    return check_number(value, name, 0, 1, "(]", ", where 1 routes every token")
-
-
-def check_probability(value: Any, name: str) -> float:
-    """A dropout rate: a real number in [0, 1)."""
-    return check_number(value, name, 0, 1, "[)")
-
-
-def check_positive(value: Any, name: str) -> float:
-    """A finite real number above zero."""
-    return check_number(value, name, 0, math.inf, "()")
+    """A share of tokens."""
+    return check_number(value, name, "(0, 1]", ", where 1 routes every token")
 
 
 def check_count(value: Any, name: str, minimum: int = 1, maximum: int = 2**31 - 1) -> int:

@@ -1,65 +1,42 @@
-"""Declarations of options: each is a field of a frozen dataclass that carries its own limits. Imports no torch.
+"""Declarations of options: each is a field of a frozen dataclass, with its limits and its line of --help. No torch.
 
-steps: int = count(1000)  # a whole number from 1
-schedule: str = choice("cosine", ("cosine", "wsd"))
+steps: int = count(1000, "optimizer steps")
+schedule: str = choice("cosine", ("cosine", "wsd"), "course of the learning rate")
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from typing import Any
 
-from depthgate.errors import (
-    InvalidValueError,
-    check_capacity,
-    check_choice,
-    check_count,
-    check_number,
-    check_positive,
-    check_probability,
-)
+from depthgate.errors import InvalidValueError, check_choice, check_count, check_number
 
 DEVICES = ("auto", "cpu", "cuda")
 
 
-def checked(default: Any, check: Callable[[Any, str], object]) -> Any:
+def option(default: Any, about: str = "", check: Callable[[Any, str], object] | None = None) -> Any:
     """A field whose value must pass `check(value, name)`, which raises InvalidValueError."""
-    return field(default=default, metadata={"check": check})
+    return field(default=default, metadata={"about": about} | ({"check": check} if check else {}))
 
 
-def count(default: int | None, minimum: int = 1, maximum: int = 2**31 - 1) -> Any:
+def required(about: str) -> Any:
+    """A field without a default."""
+    return option(MISSING, about)
+
+
+def count(default: int | None, about: str = "", minimum: int = 1, maximum: int = 2**31 - 1) -> Any:
     """A field for a whole number."""
-    return checked(default, partial(check_count, minimum=minimum, maximum=maximum))
+    return option(default, about, partial(check_count, minimum=minimum, maximum=maximum))
 
 
-def choice(default: str | None, names: Sequence[str]) -> Any:
+def choice(default: str | None, names: Sequence[str], about: str = "") -> Any:
     """A field for one of these names."""
-    return checked(default, partial(check_choice, allowed=names))
+    return option(default, about, partial(check_choice, allowed=names))
 
 
-def number(default: float | None, low: float, high: float, ends: str = "[]", note: str = "") -> Any:
-    """A field for a number from `low` to `high`; see `check_number`."""
-    return checked(default, partial(check_number, low=low, high=high, ends=ends, note=note))
-
-
-def positive(default: float | None) -> Any:
-    """A field for a finite number above 0."""
-    return checked(default, check_positive)
-
-
-def share(default: float | None) -> Any:
-    """A field for a number in [0, 1]."""
-    return number(default, 0, 1)
-
-
-def weight(default: float | None) -> Any:
-    """A field for a number in [0, 1)."""
-    return checked(default, check_probability)
-
-
-def token_share(default: float | None) -> Any:
-    """A field for a share of tokens, in (0, 1]."""
-    return checked(default, check_capacity)
+def number(default: float | None, interval: str, about: str = "", note: str = "") -> Any:
+    """A field for a number in an interval such as "(0, 1]"."""
+    return option(default, about, partial(check_number, interval=interval, note=note))
 
 
 def switch() -> Any:
@@ -80,6 +57,12 @@ def positional() -> Any:
 @dataclass(frozen=True)
 class Options:
     """Base of all option classes: checks every field when it is built. None passes where it is the default."""
+
+    def __init_subclass__(cls) -> None:
+        """Add the lines of --help to the docstring, where they are looked for."""
+        found = {name: each.metadata.get("about") for name, each in vars(cls).items() if isinstance(each, Field)}
+        if lines := [f"    {name}: {about}" for name, about in found.items() if about]:
+            cls.__doc__ = "\n".join([cls.__doc__ or "", "", "Args:", *lines])
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -18,9 +18,8 @@ import torch
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.commands import demo as command
-from depthgate.commands.config import DemoConfig
 from depthgate.commands.eval import evaluate
-from depthgate.config import EvalConfig
+from depthgate.config import DemoConfig, EvalConfig
 from depthgate.data.batches import windows
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops

@@ -2,7 +2,7 @@
 
 from itertools import count
 
-from depthgate.commands.config import DemoConfig
+from depthgate.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.isoflop.config import IsoflopConfig, command

@@ -2,7 +2,7 @@
 
 import json
 
-from depthgate.commands.config import PresetsConfig
+from depthgate.config import PresetsConfig
 from depthgate.console import print_table
 from depthgate.flops import parameters, training_flops
 from depthgate.presets import PRESETS, train_config

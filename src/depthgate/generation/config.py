@@ -1,12 +1,11 @@
 """Options of generation, each named once. Imports no torch."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.options import DEVICES, Options, checked, choice, count, number, positive, repeatable, switch
+from depthgate.options import DEVICES, Options, choice, count, number, option, repeatable, switch
 
 
 def _check_seed(seed: Any, name: str) -> None:
@@ -39,14 +38,14 @@ class Sampling(Options):
         beams: search with this many of the likeliest continuations, instead of sampling
     """
 
-    temperature: float = number(1.0, 0, math.inf, "[)", ", where 0 takes the best token")
+    temperature: float = number(1.0, "[0, inf)", note=", where 0 takes the best token")
     top_k: int | None = count(None)
-    top_p: float | None = number(None, 0, 1, "(]", ", where 1 keeps every token")
-    min_p: float | None = number(None, 0, 1, "[]", ", where 0 keeps every token")
-    repetition_penalty: float = positive(1.0)
+    top_p: float | None = number(None, "(0, 1]", note=", where 1 keeps every token")
+    min_p: float | None = number(None, "[0, 1]", note=", where 0 keeps every token")
+    repetition_penalty: float = number(1.0, "(0, inf)")
     max_new_tokens: int = count(128)
-    stop: str | Sequence[str] | None = checked((), _check_stop)
-    seed: int | Sequence[int] = checked(0, _check_seed)
+    stop: str | Sequence[str] | None = option((), check=_check_stop)
+    seed: int | Sequence[int] = option(0, check=_check_seed)
     beams: int = count(1)
 
     def check_together(self) -> None:

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from depthgate.config import GATE_NAMES, RULE_NAMES
-from depthgate.errors import InvalidValueError, check_count
-from depthgate.options import Options, choice, token_share, weight
+from depthgate.errors import InvalidValueError, check_capacity, check_count
+from depthgate.options import Options, choice, number, option
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Routing(Options):
     """How a model is routed: the value of `depthgate` in its config. Unknown and wrong values are refused."""
 
     layers: tuple[int, ...]
-    capacity: float = token_share(0.5)
+    capacity: float = option(0.5, check=check_capacity)
     gate: str = choice("one_plus_tanh", GATE_NAMES)
     rule: str = choice("predictor", RULE_NAMES)
-    rule_loss: float = weight(0.01)  # of the loss that teaches the causal rule
+    rule_loss: float = number(0.01, "[0, 1)")  # of the loss that teaches the causal rule
 
     @classmethod
     def read(cls, values: Any, depth: int) -> "Routing":

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
-from depthgate.errors import InvalidValueError, check_count, check_positive
+from depthgate.errors import InvalidValueError, check_count, check_number
 from depthgate.flops import swiglu_hidden
-from depthgate.options import DEVICES, Options, choice, count, number, positive, switch
+from depthgate.options import DEVICES, Options, choice, count, number, switch
 from depthgate.presets import PRESETS, train_config
 
 # Norms of queries and keys, and gates of one, were best in the experiments of docs/log.md.
@@ -140,15 +140,15 @@ class IsoflopConfig(Options):
     vocab: int | None = None
     context: int | None = count(None, minimum=8, maximum=2**20)
     batch: int | None = count(None, maximum=2**16)
-    center: float = number(1.0, 1e-3, 1e3)
-    spread: float = number(2.0, 1.2, 100.0)
-    lr: float | None = positive(None)
+    center: float = number(1.0, "[0.001, 1000]")
+    spread: float = number(2.0, "[1.2, 100]")
+    lr: float | None = number(None, "(0, inf)")
     lr_sweep: bool = False
     device: str = choice("auto", DEVICES)
     launcher: str = choice("local", ("local", "ray", "submitit"))
     parallel: int | None = count(None, maximum=256)
     cpus: int = count(1, maximum=1024)
-    gpus: float = number(0.0, 0, 1024)
+    gpus: float = number(0.0, "[0, 1024]")
     minutes: int = count(240, maximum=10**6)
     measured: int = count(2**17, maximum=2**40)
     points: int = count(1, maximum=99)
@@ -177,7 +177,7 @@ class IsoflopConfig(Options):
         except ValueError:
             raise InvalidValueError(f"budgets is {self.budgets!r}: give FLOPs, such as 3e15,1e16") from None
         for budget in found:
-            check_positive(budget, "budgets")
+            check_number(budget, "budgets", "(0, inf)")
         if len(set(found)) < len(found):
             raise InvalidValueError(f"budgets is {self.budgets!r}: one stands twice")
         return sorted(found)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import InvalidValueError, check_count, check_divides, check_positive
+from depthgate.errors import InvalidValueError, check_count, check_divides, check_number
 from depthgate.ops.attention import cached_attention, can_pack, packed_attention, rope, rotation
 from depthgate.ops.rows import check_per_token, check_tokens, plain_positions
 
@@ -45,7 +45,7 @@ class Attention(nn.Module):
                 f"{'head_dim' if head_dim else 'dim / heads'} is {self.head_dim}: rotary positions need an even head "
                 "size; change it"
             )
-        self.rope_base = check_positive(rope_base, "rope_base")
+        self.rope_base = check_number(rope_base, "rope_base", "(0, inf)")
         self.bidirectional = bidirectional
         self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(heads * self.head_dim, dim, bias=False)

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from depthgate.errors import InvalidValueError, check_count, check_probability
+from depthgate.errors import InvalidValueError, check_count, check_number
 from depthgate.layers.attention import Attention
 from depthgate.ops.rows import check_tokens
 from depthgate.routing.plan import Plans
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.attention = attention
         self.ffn_norm = nn.RMSNorm(dim, norm_eps)
         self.ffn = ffn
-        self.dropout = nn.Dropout(check_probability(dropout, "dropout"))
+        self.dropout = nn.Dropout(check_number(dropout, "dropout", "[0, 1)"))
 
     def forward(
         self,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import check_choice, check_count, check_probability
+from depthgate.errors import check_choice, check_count, check_number
 from depthgate.flops import predictor_hidden
 from depthgate.ops.select import budgets
 
@@ -69,7 +69,7 @@ class Threshold(nn.Module):
 
     def __init__(self, experts: int = 1, decay: float = 0.99) -> None:
         super().__init__()
-        self.decay = check_probability(decay, "decay")
+        self.decay = check_number(decay, "decay", "[0, 1)")
         self.register_buffer("average", torch.zeros(check_count(experts, "experts")))
         self.register_buffer("weight", torch.zeros(()))
 
