@@ -56,17 +56,17 @@
     };
   }
 
-  // Numbers on a log axis: powers of ten, or as many of their multiples as give three of them at least.
+  // Numbers on a log axis: powers of ten, or as many of their multiples as give three of them at least, and not too many.
   // (uPlot's own never end where an axis begins below 1 between two of its marks.)
   function few(u, _, low, high) {
     let found = [];
-    for (const times of [[1], [1, 2, 5], [1, 2, 3, 4, 5, 6, 7, 8, 9], Array.from({ length: 90 }, (_, n) => 1 + n / 10)]) {
+    for (const times of [[1], [1, 2, 5], [1, 1.5, 2, 3, 5, 7], Array.from({ length: 90 }, (_, n) => 1 + n / 10)]) {
       found = [];
       for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++)
         found.push(...times.map((each) => Number(`${each}e${n}`)).filter((mark) => low <= mark && mark <= high));
       if (found.length >= 3) break;
     }
-    return found;
+    return found.filter((_, i) => i % Math.ceil(found.length / 6) === 0);
   }
 
   function options(chart, width) {
