@@ -38,10 +38,10 @@ def test_what_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_folder_is_renamed_when_it_is_filled(tmp_path: Path) -> None:
     target = tmp_path / "model"
-    with pytest.raises(UnicodeEncodeError), files.folder(target) as part:
+    with pytest.raises(UnicodeEncodeError), files.new_folder(target) as part:
         (part / "weights").write_text("half \ud800", encoding="utf-8")
     assert not os.listdir(tmp_path)
-    with files.folder(target) as part:
+    with files.new_folder(target) as part:
         (part / "weights").write_text("whole")
         assert not target.exists()
     assert os.listdir(tmp_path) == ["model"]
@@ -58,7 +58,7 @@ def test_files_move_into_a_folder_the_named_one_last(tmp_path: Path, monkeypatch
         rename(source, target)
 
     monkeypatch.setattr(os, "replace", note)
-    with files.folder(tmp_path, last="config.json") as part:
+    with files.new_folder(tmp_path, last="config.json") as part:
         for name in ("config.json", "model.safetensors", "a.json"):
             (part / name).write_text(name)
         assert sorted(p.name for p in tmp_path.iterdir() if not p.name.startswith(".")) == ["metrics.jsonl"]

@@ -38,7 +38,7 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def folder(target: Path, last: str | None = None) -> Iterator[Path]:
+def new_folder(target: Path, last: str | None = None) -> Iterator[Path]:
     """A new folder to fill, which becomes `target` when the block ends without an error.
 
     With `last`, `target` is a folder that exists: the files move into it one by one, the one named `last` at the end.

@@ -27,10 +27,10 @@ from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 
-from depthgate import files
 from depthgate.checkpoint import tensors as tensor_files
 from depthgate.checkpoint.tensors import FILE_NAME, SUFFIX, Whole, damaged, from_json
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
+from depthgate.files import sync
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"  # in the folder of a run
 MANIFEST = "manifest.json"
@@ -100,7 +100,7 @@ def begun(run: Path, step: int, size: int, keep: int) -> Iterator[Path]:
     with named_errors(run, step):
         if not run.is_dir():
             run.mkdir(parents=True)
-            files.sync(run.parent)
+            sync(run.parent)
         with lock(run / ".lock"):
             _tidy(run)
             if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
@@ -141,11 +141,11 @@ def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping
         records = {**records, name: seal(temp / name)}
     (temp / MANIFEST).write_bytes(pack_manifest(step, records))
     seal(temp / MANIFEST)
-    files.sync(temp)
+    sync(temp)
     if os.path.lexists(target):
         os.rename(target, run / f".old-{temp.name.removeprefix('.tmp-')}")
     os.rename(temp, target)
-    files.sync(run)
+    sync(run)
     _rotate(run, step, keep)
     return target
 

@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from depthgate import files
 from depthgate.data.sources import documents, fingerprint
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError, DepthgateWarning
+from depthgate.files import writing
 
 VERSION = 1
 _MAGIC = b"DGTOKENS"
@@ -210,7 +210,7 @@ def write(path: Path, texts: Iterable[str], tokenizer: TextTokenizer, title: str
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE:
                 left.unlink()
-    with files.writing(path) as file:
+    with writing(path) as file:
         _write(file, texts, tokenizer, title)
 
 

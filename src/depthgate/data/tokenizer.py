@@ -13,9 +13,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from depthgate import files
 from depthgate.data.sources import documents
 from depthgate.errors import DepthgateError, check_count
+from depthgate.files import replace
 
 END = "<|endoftext|>"
 _PIECE = 2**20  # characters encoded at a time, as `tokenizers` takes some 100 bytes of memory for each
@@ -113,9 +113,9 @@ class TextTokenizer:
         config = {"eos_token": self.end_text, "tokenizer_class": "PreTrainedTokenizerFast"}
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            files.replace(Path(folder, "tokenizer_config.json"), json.dumps(config) + "\n")
+            replace(Path(folder, "tokenizer_config.json"), json.dumps(config) + "\n")
             # Last: where this file is, all is there.
-            files.replace(Path(folder, "tokenizer.json"), self.inner.to_str(pretty=True) + "\n")
+            replace(Path(folder, "tokenizer.json"), self.inner.to_str(pretty=True) + "\n")
         except OSError as error:
             raise DepthgateError(f"the tokenizer cannot be written to {folder}: {error.strerror}") from None
 

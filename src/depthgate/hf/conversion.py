@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from depthgate import files
 from depthgate.config import ConvertConfig, check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity
+from depthgate.files import new_folder
 from depthgate.hf.calibrate import layer_changes, least_changing
 from depthgate.hf.classes import config_class, install, model_class
 from depthgate.hf.config import Routing, checked_layers
@@ -186,7 +186,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, probe: Tensor) -> None:
     """Write a model's folder under another name, check that it loads, and only then rename it."""
     try:
-        with files.folder(out) as part:
+        with new_folder(out) as part:
             model.save_pretrained(part)
             write_tokenizer(part)
             if distance(logits(load(part), probe), logits(model, probe)) > 0:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate import files
 from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed, Rows
 from depthgate.device import count_flops
 from depthgate.errors import DepthgateError
+from depthgate.files import new_folder
 from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
 from depthgate.hf.calibrate import calibrate, scale_routers, unscale_routers
 from depthgate.hf.classes import ROUTER
@@ -146,7 +146,7 @@ class Recovery:
         cast(self.model, self._stored).eval()
         source = Path(self.config.model)
         try:
-            with files.folder(folder, last="config.json") as part:
+            with new_folder(folder, last="config.json") as part:
                 self.model.save_pretrained(part)
                 copy_tokenizer(find_tokenizer(source), source, part)
                 load(part)

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate import files
 from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint.store import CONFIG, MAX_JSON, METRICS, TOKENIZER
 from depthgate.checkpoint.tensors import damaged, from_json
 from depthgate.config import RunConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
+from depthgate.files import replace, write_json
 
 # Options that may differ when a run goes on: how long, where and how it is computed, not what.
 _FREE = (
@@ -62,14 +62,14 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
                 before = path.read_text(encoding="utf-8")
             try:
                 _clear_parts(run)
-                files.write_json(path, plain(config))
+                write_json(path, plain(config))
                 yield run
             except BaseException as error:
                 if new:
                     _forget(run, name)
                 elif before is not None and isinstance(error, DepthgateError) and checkpoint.steps(run) == steps:
                     with suppress(OSError):  # refused, for instance because of other data: the run is what it was
-                        files.replace(path, before)
+                        replace(path, before)
                 raise
     except OSError as error:
         raise DepthgateError(
@@ -288,7 +288,7 @@ class Metrics:
         path, kept = run / METRICS, list[str]()
         with suppress(FileNotFoundError), path.open(encoding="utf-8", errors="replace") as file:
             kept = [line for line in file if self._step(line) <= last]
-        files.replace(path, "".join(kept))
+        replace(path, "".join(kept))
         self.file = path.open("a", encoding="utf-8")
 
     @staticmethod
