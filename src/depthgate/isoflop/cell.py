@@ -63,18 +63,18 @@ def belongs(row: Row, cell: Cell) -> bool:
 
 def finished(cell: Cell) -> Row | None:
     """The row of a cell that was run to its end."""
-    path, found = cell.folder / RESULT, None
+    path = cell.folder / RESULT
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError:
         return None
     except ValueError:
-        pass
-    if not isinstance(found, dict) or (belongs(found, cell) and not is_row(found)):
+        found = None
+    if not is_row(found):
         raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again")
     if not belongs(found, cell):
         raise DepthgateError(f"{path} belongs to another study: choose another --out")
-    return found
+    return dict(found)
 
 
 def text_file(cell: Cell, what: str) -> Path:
