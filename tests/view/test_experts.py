@@ -11,7 +11,7 @@ from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Slots
 from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import plans_figure
-from depthgate.view.routes import RoutedLayer, Routes, Seen, read, text_page
+from depthgate.view.routes import Decisions, RoutedLayer, Routes, read, text_page
 from tests.view.pages import page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
@@ -65,15 +65,15 @@ def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
     plans = dg.Decoder(config)(torch.tensor([[1]])).plans
     waiting, idle = expert_layers(config.kinds, _without_entries(plans), 1, (4, 2))
     assert (waiting.used, idle.used, idle.experts, idle.null_experts) == (1, 0, 4, 2)
-    page = text_page("t", "about", Seen(found, [waiting, idle], []))
+    page = text_page("t", "about", Decisions(found, [waiting, idle], []))
     assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
     assert "Layer 1, load of its experts" in page
     assert "Layer 2, load of its experts" not in page
-    assert [axes.get_title() for axes in plans_figure(Seen(found, [waiting, idle], []), None).axes][2:] == [
+    assert [axes.get_title() for axes in plans_figure(Decisions(found, [waiting, idle], []), None).axes][2:] == [
         "layer 1: load of the experts"
     ]
     with pytest.raises(DepthgateError, match="no token came to any expert"):
-        plans_figure(Seen(Routes(2, []), [idle], []), None)
+        plans_figure(Decisions(Routes(2, []), [idle], []), None)
 
 
 def _without_entries(plans):

@@ -11,7 +11,7 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
-from depthgate.view.routes import RoutedLayer, Routes, Seen, read, text_page
+from depthgate.view.routes import Decisions, RoutedLayer, Routes, read, text_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 
@@ -122,7 +122,7 @@ def test_what_is_no_number_is_said_so():
     one, two = found.layers
     one.scores[3], one.gates[3] = math.nan, math.inf
     two.scores[:] = [math.nan] * 40
-    page = text_page("odd", "about", Seen(found, [], []))
+    page = text_page("odd", "about", Decisions(found, [], []))
     assert "42 of the scores and gates are not numbers (NaN or infinite)" in page
     known = [score for score in one.scores if score == score]
     assert f"<td>{sum(known) / 39:.3f}</td>" in page  # the mean of the others
@@ -130,6 +130,6 @@ def test_what_is_no_number_is_said_so():
 
 
 def test_a_large_page_is_small_and_requests_nothing():
-    text = text_page("a large text", "about", Seen(large(1000, layers=48), [], []))
+    text = text_page("a large text", "about", Decisions(large(1000, layers=48), [], []))
     assert len(text.encode()) < 780_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org|github\.com/leeoniya)", text)

@@ -14,7 +14,7 @@ from depthgate.loading import LanguageModel, held_out, open_model
 from depthgate.view.config import ViewConfig
 from depthgate.view.figures import plans_figure, runs_figure, save
 from depthgate.view.page import count, isolated, join, note, paragraph, short
-from depthgate.view.routes import Seen, held_out_tokens, read, text_page
+from depthgate.view.routes import Decisions, held_out_tokens, read, text_page
 from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
 
 _GRID = "grid.json"  # every study has one
@@ -110,7 +110,7 @@ def _encoded(model: LanguageModel, text: str, most: int) -> list[int]:
     return ids
 
 
-def _about(config: ViewConfig, model: LanguageModel, found: Seen) -> str:
+def _about(config: ViewConfig, model: LanguageModel, found: Decisions) -> str:
     source = "the prompt" if config.prompt else "text that the run held out"
     if config.text:
         source = isolated(short(config.text))
@@ -121,7 +121,7 @@ def _about(config: ViewConfig, model: LanguageModel, found: Seen) -> str:
     return f" reads {count(many, 'token')} of {source}. {routed}{deciding}{parts}"
 
 
-def _figures(found: Seen) -> dict[str, Any]:
+def _figures(found: Decisions) -> dict[str, Any]:
     layers = found.routes.layers
     names = ("routed_share", "top_k_share", "agreement", "rule_accuracy")
     return {

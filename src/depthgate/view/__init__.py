@@ -14,9 +14,9 @@ def plot(
     """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts, the
     slots of Soft MoE. tokens: their texts; grid: rows and columns, where tokens are patches of an image."""
     from depthgate.view.figures import plans_figure
-    from depthgate.view.routes import seen
+    from depthgate.view.routes import plan_decisions
 
-    return plans_figure(seen(plans, tokens, grid, row), grid)
+    return plans_figure(plan_decisions(plans, tokens, grid, row), grid)
 
 
 def save_page(
@@ -28,7 +28,7 @@ def save_page(
 ) -> None:
     """The same as one self-contained HTML page, with every number."""
     from depthgate.files import check_out, write
-    from depthgate.view.routes import plans_page, seen
+    from depthgate.view.routes import plan_decisions, plans_page
 
     out = check_out(Path(path))
-    write(out, plans_page(seen(plans, tokens, grid, row), grid, tokens))
+    write(out, plans_page(plan_decisions(plans, tokens, grid, row), grid, tokens))

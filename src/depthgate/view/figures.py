@@ -12,7 +12,7 @@ from depthgate.errors import DepthgateError
 from depthgate.files import write
 from depthgate.view.experts import ExpertLayer, Grid, SlotLayer
 from depthgate.view.page import pieces
-from depthgate.view.routes import Routes, Seen
+from depthgate.view.routes import Decisions, Routes
 from depthgate.view.runs import Points, Run, lines, resume_marks, shares, unit
 
 # name -> colour, as on pages; a cell is 1 by the top k, plus 2 by the causal rule
@@ -51,7 +51,7 @@ def save(figure: Any, png: str | None, svg: str | None) -> None:
             write(Path(out), figure_bytes(figure, kind))
 
 
-def plans_figure(found: Seen, grid: Grid | None) -> Any:
+def plans_figure(found: Decisions, grid: Grid | None) -> Any:
     """One map for all layers that tokens skip, and a panel for each layer with experts that tokens came to."""
     panels: list[tuple[float, Callable[[Any], None]]] = []  # height, and what draws
     if found.routes.layers:

@@ -132,7 +132,7 @@ def held_out_tokens(documents: Documents, most: int) -> list[int]:
     return found
 
 
-class Seen(NamedTuple):
+class Decisions(NamedTuple):
     """Tokens of a text or of one row of a batch, by kind of layer. Layers are numbered from 1; where no model is
     known, by the place of their plan."""
 
@@ -142,7 +142,7 @@ class Seen(NamedTuple):
 
 
 @torch.no_grad()
-def read(model: LanguageModel, ids: Sequence[int]) -> Seen:
+def read(model: LanguageModel, ids: Sequence[int]) -> Decisions:
     """The decisions of a model's routers and experts about a text, which is read a window at a time."""
     layers = [RoutedLayer(i) for i, kind in enumerate(model.kinds, 1) if kind in ("mod", "mode", "random")]
     found, experts = Routes(len(model.kinds), layers), list[ExpertLayer]()
@@ -158,10 +158,10 @@ def read(model: LanguageModel, ids: Sequence[int]) -> Seen:
         for known, new in zip(experts, more, strict=False):
             known.choices.extend(new.choices)
         experts = experts or more
-    return Seen(found, experts, [])
+    return Decisions(found, experts, [])
 
 
-def seen(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> Seen:
+def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> Decisions:
     """The decisions of plans about one row of their batch."""
     if not plans:
         raise DepthgateError("there are no plans: no layer of the model routes")
@@ -180,10 +180,10 @@ def seen(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None,
     depth = {i: p for i, p in enumerate(plans, 1) if isinstance(p, Slots) and p.scores.shape[1:] == (length, 1)}
     routes, routed = Routes(len(plans), [RoutedLayer(i) for i in depth]), list(depth.values())
     routes.add(tokens or list(map(str, range(length))), routed, routed, [math.nan] * length, row)
-    return Seen(routes, [each for each in found if isinstance(each, ExpertLayer)], slots)
+    return Decisions(routes, [each for each in found if isinstance(each, ExpertLayer)], slots)
 
 
-def text_page(title: str, about: object, found: Seen) -> Html:
+def text_page(title: str, about: object, found: Decisions) -> Html:
     """The page of a text: which tokens went deep, layer by layer."""
     routes = found.routes
     if routes.layers:
@@ -196,14 +196,14 @@ def text_page(title: str, about: object, found: Seen) -> Html:
     return pages.page(title, {"": about} | text | _sections(found, rest, routes.tokens))
 
 
-def plans_page(found: Seen, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
+def plans_page(found: Decisions, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
     """A page of plans alone: a section for each kind that there is."""
     about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
     return pages.page("depthgate: plans", {"": pages.paragraph(about)} | _sections(found, {}, tokens, grid))
 
 
 def _sections(
-    found: Seen, more: dict[str, Html], tokens: Sequence[str] | None, grid: Grid | None = None
+    found: Decisions, more: dict[str, Html], tokens: Sequence[str] | None, grid: Grid | None = None
 ) -> dict[str, object]:
     """The map, the figures of routed layers, `more` about them, and experts."""
     routes, sections = found.routes, dict[str, object]()
