@@ -7,7 +7,7 @@ checkpoints (step-N) from which --resume goes on. They hold what is trained, not
 from dataclasses import replace
 from pathlib import Path
 
-from depthgate.checkpoint.store import METRICS
+from depthgate.checkpoint.store import METRICS, steps
 from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import cache_folder, everything, tokenize
@@ -43,7 +43,11 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
         packed = Packed(documents, config.seq, config.seed)
         task = Recovery(language, config, device, packed.most_documents)
         optimizers = [optim.adamw(task.trained.items(), config, decays)]
-        code = Loop(config, folder, task, optimizers, packed, World(device=device)).run(resume)
+        loop = Loop(config, folder, task, optimizers, packed, World(device=device))
+        if not (resume and steps(folder)):
+            task.calibrate(packed)
+        code = loop.run(resume)
+        task.publish(folder)
     if as_json:  # the last row of metrics
         print((folder / METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
     return code

@@ -86,8 +86,8 @@ class Recovery:
         """Let routed layers take another share from now on."""
         set_capacity(self.model, capacity)
 
-    def begin(self, packed: Packed) -> None:
-        """Calibrate the routers, if the configuration asks for it."""
+    def calibrate(self, packed: Packed) -> None:
+        """Calibrate the routers of a new run, if the configuration asks for it."""
         if self.config.calibrate:
             rows = packed.rows(range(-(-self.config.calibrate // self.config.seq)))
             with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled for it
@@ -137,7 +137,7 @@ class Recovery:
         buffers = {n: b for n, b in self.model.named_buffers() if ROUTER in n}
         return {**{n: w.detach() for n, w in self.trained.items()}, **buffers}
 
-    def finish(self, folder: Path) -> None:
+    def publish(self, folder: Path) -> None:
         """Write the model, in the dtype it came in and with LoRA merged, and see that it loads before it is put in
         place. It cannot be trained any further."""
         if self._adapted is not None:

@@ -111,12 +111,6 @@ class Pretraining:
         """All weights, and the thresholds of the rules."""
         return self.model.state_dict()
 
-    def begin(self, packed: Packed) -> None:
-        """Nothing: the weights are new."""
-
-    def finish(self, folder: Path) -> None:
-        """Nothing: the checkpoint is all there is."""
-
 
 def read_plans(plans: Plans, config: TrainConfig) -> tuple[Tensor | float, list[Tensor]]:
     """The loss of the plans and their routed shares: one function, so that it is compiled as one."""
@@ -174,12 +168,9 @@ class Loop:
         """Make all steps that are left; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
         if resume and checkpoint.steps(self.folder):
             self._restore()
-        else:
-            self.task.begin(self.packed)
         recorder = recording(self.config, self.folder, self.state["step"], self.world.first)
         with stop_signals() as stopped, recorder as record:
             self._steps(stopped, record)
-        self.task.finish(self.folder)
         if self.world.first:
             step = f"{'stopped at' if stopped else 'at'} step {self.state['step']}"
             print(f"{step}, saved in {self.folder}{'; go on with --resume' if stopped else ''}", file=sys.stderr)

@@ -103,10 +103,8 @@ def _check_goes_on(config: RunConfig, resume: bool, run: Path, name: str) -> Non
 def _clear_parts(run: Path) -> None:
     """Remove what a process that was killed while it wrote has left."""
     for part in run.glob(".*.part"):
-        if part.is_dir():
-            shutil.rmtree(part, ignore_errors=True)
-        else:
-            part.unlink(missing_ok=True)
+        shutil.rmtree(part, ignore_errors=True)  # the folder of a model
+        part.unlink(missing_ok=True)
 
 
 def _forget(run: Path, config: str) -> None:
@@ -141,7 +139,7 @@ def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> 
     old, new = _flat(recorded), _flat(asked)
     moved = all(each.get("validation") is not None for each in (old, new))  # without any, some of the data is held out
     differ = [
-        f"  {name}: {_short(old, name)} there, {_short(new, name)} here"
+        f"  {name}: {str(old.get(name, 'absent'))[:60]} there, {str(new.get(name, 'absent'))[:60]} here"
         for name in sorted(old.keys() | new.keys())
         if name not in _FREE and old.get(name) != new.get(name) and not (name == "validation" and moved)
     ]
@@ -151,11 +149,6 @@ def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> 
             f"{where} was trained with another configuration; go on with the same one, or choose another --out:\n"
             + "\n".join(differ[:12] + more)
         )
-
-
-def _short(config: dict[str, Any], name: str) -> str:
-    text = str(config.get(name, "absent"))
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _flat(config: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -171,7 +164,7 @@ def check_found(
     """Refuse a checkpoint that this run cannot have saved, whatever its hashes say. `new` is the state of a new run,
     `held` are the tensors of `model` that a checkpoint holds."""
     check_same(plain(config), found.config, found.path)
-    _check_state(found, new)
+    check_state(found, new)
     if found.tensors.keys() != {"model", "optimizer", "rng"}:
         raise damaged(found.path, "does not hold a model, its optimizer and its random numbers")
     checkpoint.check_fit(found.tensors["model"], held, found.path)
@@ -183,7 +176,7 @@ def check_found(
         raise damaged(found.path, "does not hold the state of a random number generator") from None
 
 
-def _check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
+def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:
     """Refuse a state without the names and types of `new`, or with an odd number."""
     state = found.state
 
@@ -313,26 +306,20 @@ def _progress_line(steps: int, done: int) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield _plain_lines(steps)
-        return
+    console, last = Console(file=sys.stderr), time.monotonic()
     columns = (MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.fields[about]}"))
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=steps, completed=done, about="")
-        yield lambda row: progress.update(task, completed=row["step"], about=_about(row))
 
+        def show(row: Row) -> None:
+            nonlocal last
+            if console.is_terminal:
+                progress.update(task, completed=row["step"], about=_about(row))
+            elif time.monotonic() > last + _SECONDS or row["step"] == steps:
+                last = time.monotonic()
+                print(f"step {row['step']}/{steps} {_about(row)}", file=sys.stderr, flush=True)
 
-def _plain_lines(steps: int) -> Show:
-    last = time.monotonic()
-
-    def show(row: Row) -> None:
-        nonlocal last
-        if time.monotonic() > last + _SECONDS or row["step"] == steps:
-            last = time.monotonic()
-            print(f"step {row['step']}/{steps} {_about(row)}", file=sys.stderr, flush=True)
-
-    return show
+        yield show
 
 
 def _about(row: Row) -> str:

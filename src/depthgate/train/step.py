@@ -6,7 +6,6 @@ small models are otherwise bound by the launches of their kernels, which a graph
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from depthgate.config import RunConfig
-from depthgate.data.batches import Packed, Rows
+from depthgate.data.batches import Rows
 from depthgate.device import World
 from depthgate.routing import Plans, Threshold, update_thresholds
 from depthgate.train import optim
@@ -47,12 +46,6 @@ class Task(Protocol):
 
     def held(self) -> dict[str, Tensor]:
         """The tensors of a checkpoint, by name. A resumed run writes into them."""
-
-    def begin(self, packed: Packed) -> None:
-        """Prepare the first step of a new run."""
-
-    def finish(self, folder: Path) -> None:
-        """Write what a run leaves next to its checkpoints."""
 
 
 class Figures(NamedTuple):
