@@ -1,4 +1,4 @@
-"""Converted transformers models under FSDP2: two processes equal one, also where nobody of one enters a layer."""
+"""Converted transformers models under FSDP2: two processes equal one, also where no token of one enters a layer."""
 
 import pytest
 

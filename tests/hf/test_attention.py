@@ -115,7 +115,7 @@ def test_flash_attention_is_told_what_sdpa_sees(kind, flash):
 )
 @torch.no_grad()
 def test_documents_as_the_flattening_collator_packs_them_stay_apart(attention, positions, lengths, flash):
-    """One row without a mask; positions that begin anew, or flash attention's lengths, tell documents apart."""
+    """One row without a mask; positions that start over, or flash attention's lengths, tell documents apart."""
     documents = [tokens(1, n, seed=n)[0] for n in (6, 1, 9)]
     collate = DataCollatorWithFlattening(return_position_ids=positions, return_flash_attn_kwargs=lengths)
     batch = collate([{"input_ids": d.tolist()} for d in documents])

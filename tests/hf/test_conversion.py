@@ -33,7 +33,7 @@ from tests.hf.zoo import dense, plans_of, routed, tokens
         ({"calibration": torch.ones(1, 4).long()}, "calibration go together"),
         ({"layers": "auto", "calibration": "text"}, "needs token ids"),
         ({"layers": "auto", "calibration": torch.zeros(0, 4).long()}, "needs token ids"),
-        ({"layers": "auto", "calibration": torch.tensor([[3, 96]])}, "has the id 96, but the model's are 0 to 95"),
+        ({"layers": "auto", "calibration": torch.tensor([[3, 96]])}, "has the id 96, but the model's ids are 0 to 95"),
         ({"layers": "auto", "calibration": torch.tensor([[3, -1]])}, "has the id -1"),
         ({"gate": "relu"}, "gate is 'relu'"),
         ({"gate": "sigmoid"}, "gate is 'sigmoid', which is not 1 .*: use one_plus_tanh or straight_through"),

@@ -1,4 +1,4 @@
-"""Ways of generating beside the plain ones, each held to the same text without a cache."""
+"""Further ways of generating, each held to the same text without a cache."""
 
 import inspect
 
@@ -28,7 +28,7 @@ def longer(mask, count):
 
 @families
 def test_a_conversation_goes_on_with_its_cache(kind):
-    """A turn, new words by the user, another turn: the same as all of it anew."""
+    """A turn, new words by the user, another turn: the same as all of it without a cache."""
     model, (ids, mask) = routed(kind), left_padded(2, 8)
     first = model.generate(ids, attention_mask=mask, **HOW, max_new_tokens=3, return_dict_in_generate=True)
     said = torch.cat([first.sequences, tokens(2, 3, seed=4)], 1)

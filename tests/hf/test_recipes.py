@@ -72,7 +72,7 @@ def test_trainer(folder, tmp_path):
     assert [layer.depth_router.capacity for layer in dg.hf.routed_layers(model)] == [0.5, 0.5]
     changed = moved(before, model.state_dict())
     assert {"model.layers.0.mlp.up_proj.weight", "model.layers.1.depth_router.proj.weight"} <= changed
-    assert "model.layers.1.depth_router.rule.down.weight" in changed  # the causal rule learns beside it
+    assert "model.layers.1.depth_router.rule.down.weight" in changed  # the causal rule learns with it
     trainer.save_model(str(tmp_path / "saved"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert not moved(model.state_dict(), again.state_dict())

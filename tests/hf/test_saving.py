@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthgate as dg
@@ -174,6 +175,19 @@ def test_a_folder_that_an_older_depthgate_converted_loads_and_says_the_same():
         close(decoder(ids, causal=routing).logits[0, -1, :8], torch.tensor(want))
     new = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=None)[0, 12:]
     assert new.tolist() == [45, 62, 2, 62, 27, 45]
+
+
+def test_registration_says_which_transformers_it_needs(monkeypatch):
+    register = dg.hf.register.__wrapped__  # not the one that was called already
+    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    with pytest.raises(dg.DepthgateError, match=r"transformers is 4.57.0: install 5.18"):
+        register()
+    monkeypatch.setattr(transformers, "__version__", "5.17.1")
+    with pytest.warns(UserWarning, match="assisted decoding and cropped caches may fail"):
+        register()
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(dg.DepthgateError, match=r"transformers is missing: pip install 'depthgate\[hf\]'"):
+        register()
 
 
 def test_a_config_without_routing_makes_no_model():

@@ -1,4 +1,4 @@
-"""Windows of attention: kept where a family has one, and none where its config names one that nobody looks at."""
+"""Windows of attention: kept where a family has one, and none where its config names one that the family ignores."""
 
 import pytest
 

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSli
 
 from depthgate.errors import DepthgateError
 
+_Static: Any = object  # in front of static layers of transformers
 _ROOM = 64  # places made at a time, or a quarter: copying all of them for every new token would take long
 
 
@@ -117,24 +118,17 @@ def _writable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
-class _Fixed:
+class _Fixed(_Static):  # type: ignore[misc]
     """Keys and values (B, H, M + 1, d), slots (B, M + 1), -1 where a place holds nothing. The token of slot s lies at
     s modulo M; tokens that are not kept go to M. A class to put in front of a static layer of M tokens, all or a
     window."""
 
     fixed = True
-    slots: Tensor | None
-    keys: Any
-    values: Any
-    max_cache_len: int
     cumulative_length: Tensor  # tokens the model has seen
-    cumulative_length_int: int  # the same number in a layer with a window
-    is_initialized: bool
-    is_sliding: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.slots = None
+        self.slots: Tensor | None = None
         self._place: Tensor | None = None
 
     @property
@@ -187,14 +181,14 @@ class _Fixed:
         self.is_initialized = True
 
     def reset(self) -> None:
-        super().reset()  # type: ignore[misc]
+        super().reset()
         if self.slots is not None:
             self.slots.fill_(-1)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.slots is not None:
             self.slots = self.slots[beam_idx.to(self.slots.device)]
-        super().reorder_cache(beam_idx)  # type: ignore[misc]
+        super().reorder_cache(beam_idx)
 
 
 class FixedLayer(_Fixed, StaticLayer):  # type: ignore[misc]

@@ -212,7 +212,10 @@ def model_class(kind: str) -> Any:
 @cache
 def register() -> None:
     """Make the Auto classes of transformers know routed models: `import depthgate.hf` calls it."""
-    import transformers
+    try:
+        import transformers
+    except ImportError:
+        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
     from transformers.models.auto import configuration_auto, tokenization_auto
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -1,4 +1,4 @@
-"""What the config.json of a routed model says about its routing. Imports no torch."""
+"""The part of a routed model's config.json that is about routing. Imports no torch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,7 +11,7 @@ from depthgate.options import Options, choice, number, option
 
 @dataclass(frozen=True)
 class Routing(Options):
-    """How a model is routed: the value of `depthgate` in its config. Unknown and wrong values are refused."""
+    """Routed layers and their options: the value of `depthgate` in a config. Unknown and wrong values are refused."""
 
     layers: tuple[int, ...]
     capacity: float = option(0.5, check=check_capacity)
@@ -21,7 +21,7 @@ class Routing(Options):
 
     @classmethod
     def read(cls, values: Any, depth: int) -> "Routing":
-        """From what a config holds, for a model of `depth` layers."""
+        """The routing that a config holds, for a model of `depth` layers."""
         known = {each.name for each in fields(cls)}
         if not isinstance(values, Mapping) or "layers" not in values:
             raise InvalidValueError("the config does not say which layers are routed: give depthgate={'layers': [...]}")
@@ -33,7 +33,7 @@ class Routing(Options):
         return cls(**{**values, "layers": checked_layers(values["layers"], depth)})
 
     def written(self) -> dict[str, Any]:
-        """As a config holds it."""
+        """The values as a config holds them."""
         return {**asdict(self), "layers": list(self.layers)}
 
 

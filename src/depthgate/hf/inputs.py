@@ -1,8 +1,7 @@
-"""What routed layers must know of their tokens and cannot see: padding, documents, and how tokens are to be chosen.
+"""Facts about tokens that a routed layer cannot see: padding, documents, and how tokens are to be chosen.
 
-A hook on the decoder reads it from the decoder's own arguments and hands it down to the layers as one more keyword.
-From it follows what a token may attend to: earlier tokens of its document, within the window. Each kind of attention
-is told in its own way.
+A hook on the decoder reads them from the decoder's own arguments and hands them down to the layers as one more keyword.
+A token may attend to earlier tokens of its document, within the window; each kind of attention is told in its own way.
 """
 
 import inspect

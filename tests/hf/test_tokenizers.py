@@ -1,4 +1,4 @@
-"""The tokenizer and the other files beside the weights: a converted model reads text as its source does."""
+"""The tokenizer and the other files next to the weights: a converted model reads text as its source does."""
 
 import json
 import os
@@ -165,7 +165,7 @@ def test_without_a_tokenizer_what_needs_one_says_where_it_comes_from(tmp_path, c
     [
         ("tokenizer.json", "{bad", r"tokenizer.json is not a tokenizer: "),
         ("tokenizer.json", "{}", r"tokenizer.json is not a tokenizer: "),
-        ("tokenizer.json", '{"model": {"vocab": {"a": 1099511627776}}}', "ids that are no whole numbers from 0 to"),
+        ("tokenizer.json", '{"model": {"vocab": {"a": 1099511627776}}}', "ids that are not whole numbers from 0 to"),
         ("tokenizer_config.json", "{bad", "tokenizer_config.json cannot be loaded: "),
         ("tokenizer_config.json", '{"bos_token": {"content": 3}}', "has no tokenizer that loads: .*Mend its files"),
         ("vocab.json", json.dumps({"a": 2**30}), "has 1073741824 as its largest id: it is damaged"),

@@ -1,4 +1,4 @@
-"""GGUF files as a source, and folders that open where nobody has imported depthgate."""
+"""GGUF files as a source, and folders that open where depthgate is not imported."""
 
 import json
 import os
@@ -33,7 +33,7 @@ PARTS = {
 
 
 def pairs_side_by_side(weight, heads):
-    """GGUF's order of a head's rows: rotary pairs beside each other, instead of half a head apart."""
+    """GGUF's order of a head's rows: rotary pairs next to each other, instead of half a head apart."""
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
