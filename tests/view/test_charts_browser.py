@@ -29,6 +29,7 @@ def page(tmp_path_factory):
             pages.line_chart(f"Odd {n}", "d", {"a": [(float(i), y) for i, y in enumerate(values)]}, "x", "y")
             for n, values in enumerate([[2.5], [2.5, 2.5000000000000004], [-1e99, 1e99], [1e-15, 3e-15], [0.0, 0.0]])
         ),
+        pages.line_chart("Late", "d", {"a": [(5_000_001.0, 7.0), (5_000_002.0, 8.0)]}, "x", "y"),
         pages.line_chart("From zero", "d", {"a": [(0.0, 7.0), (1.0, 8.0)]}, "x", "y", from_zero=True),
         pages.line_chart("Small", "d", {"a": [(0.011, 3.0), (0.034, 2.0)]}, "size", "loss", log_x=True),
     ]
@@ -81,7 +82,7 @@ def test_numbers_are_drawn_where_they_belong(browser, page):
     assert [(x, y) for x, y in zip(xs, seeds, strict=True) if y != "no"] == [(3, 1), (3, 2)]
     lone = chart(browser, 0, "[1, 2].map((n) => u.series[n].points.filter(u, n).map((i) => u.data[0][i]))")
     assert lone == [[], [1.5, 3.5]]  # nothing but a point can show them
-    for number, low in ((1, 0), (9, 0), (10, 0)):  # bars, zeros, from_zero: nothing below 0
+    for number, low in ((1, 0), (9, 0), (11, 0)):  # bars, zeros, from_zero: nothing below 0
         assert chart(browser, number, "u.scales.y.min") == low
     low, high = chart(browser, 3, "[u.scales.x.min, u.scales.x.max]")
     assert low < 0.5
@@ -105,6 +106,8 @@ def test_values_are_read_by_mouse_and_by_keyboard(browser, page):
     browser.press("ArrowLeft")
     assert legend(browser, 0)[:2] == ["one: 4 at 6", "two: 5 at 5.5"]
     assert browser.js("document.querySelector('.u-legend').getAttribute('aria-live')") == "polite"
+    point(browser, 10, 5_000_002)
+    assert legend(browser, 10) == ["a: 8 at 5000002"]  # to the step
     point(browser, 1, 0)
     assert legend(browser, 1) == ["share: 0.5 at a", "all alike: 0.25 at a"]
     browser.assert_alone()

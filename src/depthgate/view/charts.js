@@ -2,7 +2,7 @@
 (() => {
   const DASHES = [[], [9, 4], [2, 3], [9, 4, 2, 4], [5, 3], [12, 3, 2, 3, 2, 3]];  // series differ in more than colour
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  const written = (value) => value == null ? "" : String(Number(value.toPrecision(5)));
+  const written = (value, digits = 5) => value == null ? "" : String(Number(value.toPrecision(digits)));
 
   // uPlot wants one list of places for all series. One that a series has twice stands there twice.
   function aligned(series) {
@@ -27,7 +27,7 @@
 
   function drawn({ kind, colour, name }, chart) {
     const stroke = css(`--c${colour % 6}`), dash = DASHES[(colour + Math.floor(colour / 6)) % 6], bars = kind === "bar";
-    const at = (u, i) => chart.names?.length ? chart.names[u.data[0][i]] : written(u.data[0][i]);
+    const at = (u, i) => chart.names?.length ? chart.names[u.data[0][i]] : written(u.data[0][i], 8);
     const look = { label: name, stroke, width: 2.5, value: (u, y, _, i) => y == null ? "" : `${written(y)} at ${at(u, i)}` };
     if (kind === "mark") return { ...look, paths: () => null, points: { show: true, size: 9, fill: stroke, stroke: css("--page"), width: 1 } };
     if (bars) return { ...look, width: 0, fill: stroke, paths: uPlot.paths.bars({ size: chart.names.length ? [0.8, 60] : [1, Infinity] }), points: { show: false } };
@@ -71,7 +71,7 @@
 
   function options(chart, width) {
     const text = css("--text"), line = css("--line"), font = "13px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
-    const axis = { stroke: text, font, labelFont: font, ticks: { stroke: line, width: 1, size: 5 }, gap: 4, values: (_, marks) => marks.map(written) };
+    const axis = { stroke: text, font, labelFont: font, ticks: { stroke: line, width: 1, size: 5 }, gap: 4, values: (_, marks) => marks.map((mark) => written(mark, 8)) };
     const names = chart.names ?? [], widest = 7 * Math.max(0, ...names.map((name) => name.length)) + 12;
     const named = names.length && {
       splits: () => names.map((_, i) => i).filter((i) => i % Math.max(1, Math.ceil(names.length * widest / (width - 80))) === 0),

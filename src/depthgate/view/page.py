@@ -149,7 +149,7 @@ def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = Fal
     name, points = named
     low = 1 / _LARGEST if log_x else -_LARGEST
     known = sorted((x, n, y if abs(y) < _LARGEST else None) for n, (x, y) in enumerate(points) if low < x < _LARGEST)
-    found = [(float(f"{x:.6g}"), None if y is None else float(f"{y:.6g}")) for x, _, y in known]
+    found = [(float(f"{x:.10g}"), None if y is None else float(f"{y:.6g}")) for x, _, y in known]
     return {"kind": kind, "colour": colour, "name": isolated(name), "points": found}
 
 
