@@ -51,45 +51,18 @@ class Curve:
     costs: list[tuple[float, float]]  # parameters and forward FLOPs per token of each size
     best: Parabola | None  # None: the fitted curve has no minimum
     draws: list[Parabola]  # fitted in the bootstrap
+    lowest: float  # the lowest mean loss of a size
+    loss: float  # at the minimum of the fitted curve; without one, that of the best size
+    params: float
+    loss_interval: Interval
+    params_interval: Interval
     open_because: str  # why the minimum is not bracketed on both sides; "" if it is
+    no_interval: str  # why there are no intervals; "" if there are
 
     @property
     def bracketed(self) -> bool:
         """True if both a smaller and a larger size have a higher loss than the best one."""
         return not self.open_because
-
-    @property
-    def loss(self) -> float:
-        """Loss at the minimum of the fitted curve; without one, the lowest mean loss of a size."""
-        return self.best.low if self.best else self.lowest[1]
-
-    @property
-    def lowest(self) -> tuple[float, float]:
-        """Parameters and mean loss of the best size."""
-        return min(means(self.points), key=lambda point: point[1])
-
-    @property
-    def params(self) -> float:
-        """Parameters at the minimum of the fitted curve; without one, those of the best size."""
-        return self.best.params if self.best else self.lowest[0]
-
-    @property
-    def no_interval(self) -> str:
-        """The reason why the fitted curve has no intervals; "" if it has."""
-        cells = len(_around_lowest(self.points))
-        if cells < _CELLS:
-            return f"{cells} cells of {self.variant}, and {_CELLS} are needed"
-        without = DRAWS - len(self.draws)
-        few = len(self.draws) < _ENOUGH * DRAWS
-        return f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant} have no minimum" if few else ""
-
-    @property
-    def loss_interval(self) -> Interval:
-        return interval(draw.low for draw in self.draws)
-
-    @property
-    def params_interval(self) -> Interval:
-        return interval(draw.params for draw in self.draws)
 
     def forward_flops(self, params: float) -> float:
         """FLOPs per token of a forward pass at this size, interpolated between the variant's sizes."""
@@ -130,15 +103,33 @@ def parabolas(params: Sequence[float], losses: Sequence[Sequence[float]]) -> lis
 def curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
     """The curve of one variant at one budget, from the rows of its cells; the loss is the causal one."""
     rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
+    budget, variant = rows[0]["budget"], rows[0]["variant"]
     points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
     costs = means([(float(row["params"]), float(row["forward_flops_per_token"])) for row in rows])
-    near = _around_lowest(points)
+    sizes = means(points)
+    lowest = min(sizes, key=lambda size: size[1])
+    place = sizes.index(lowest)
+    kept = {params for params, _ in sizes[max(0, place - 2) : place + 3]}
+    near = [point for point in points if point[0] in kept]
     params, losses = zip(*near, strict=True)
-    best = parabolas(params, [losses])[0] if len(costs) >= 3 else None
-    budget, variant = rows[0]["budget"], rows[0]["variant"]
+    best = parabolas(params, [losses])[0] if len(sizes) >= 3 else None
     # Each curve has its own random stream: curves that are compared must not draw alike.
     draws = _bootstrap(near, best, random.Random(f"{budget} {variant}")) if best else []
-    return Curve(budget, variant, points, costs, best, draws, _open_because(means(points), best))
+    no_interval = ""
+    if len(near) < _CELLS:
+        no_interval = f"{len(near)} cells of {variant}, and {_CELLS} are needed"
+    elif len(draws) < _ENOUGH * DRAWS:
+        without = f"{DRAWS - len(draws):,} of {DRAWS:,} curves drawn around that of {variant}"
+        no_interval = f"{without} have no minimum"
+    return Curve(
+        *(budget, variant, points, costs, best, draws, lowest[1]),
+        loss=best.low if best else lowest[1],
+        params=best.params if best else lowest[0],
+        loss_interval=interval(draw.low for draw in draws),
+        params_interval=interval(draw.params for draw in draws),
+        open_because=_open_because(sizes, place, best),
+        no_interval=no_interval,
+    )
 
 
 def means(points: Points) -> list[tuple[float, float]]:
@@ -147,25 +138,15 @@ def means(points: Points) -> list[tuple[float, float]]:
     return [(size, fmean(loss for params, loss in points if params == size)) for size in sizes]
 
 
-def _around_lowest(points: Points) -> list[tuple[float, float]]:
-    """Points of the size with the lowest mean loss, and of two sizes on each side of it."""
-    sizes = means(points)
-    lowest = sizes.index(min(sizes, key=lambda size: size[1]))
-    kept = {params for params, _ in sizes[max(0, lowest - 2) : lowest + 3]}
-    return [point for point in points if point[0] in kept]
-
-
-def _open_because(sizes: Points, best: Parabola | None) -> str:
+def _open_because(sizes: Points, lowest: int, best: Parabola | None) -> str:
     if len(sizes) < 3:
         return f"{len(sizes)} size{'s' * (len(sizes) > 1)}: a curve needs three"
-    lowest = min(sizes, key=lambda size: size[1])
-    if lowest in (sizes[0], sizes[-1]):
-        return f"the {'smallest' if lowest == sizes[0] else 'largest'} size has the lowest loss"
+    if lowest in (0, len(sizes) - 1):
+        return f"the {'largest' if lowest else 'smallest'} size has the lowest loss"
     if best is None:
         return "the fitted curve has no minimum"
-    if not math.log(sizes[0][0]) < best.at < math.log(sizes[-1][0]):
-        return "the fitted minimum lies outside the sizes"
-    return ""
+    inside = math.log(sizes[0][0]) < best.at < math.log(sizes[-1][0])
+    return "" if inside else "the fitted minimum lies outside the sizes"
 
 
 def _bootstrap(points: Points, best: Parabola, draw: random.Random) -> list[Parabola]:

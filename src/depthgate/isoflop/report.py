@@ -195,13 +195,10 @@ def _json_number(value: Any) -> Any:
 
 
 def _summary(curve: Curve) -> dict[str, Any]:
-    names = ("budget", "variant", "loss_interval", "params_interval", "bracketed", "open_because", "no_interval")
-    found = {"loss": curve.loss, "params": curve.params, "forward_flops_per_token": curve.forward_flops(curve.params)}
-    return {
-        **{name: getattr(curve, name) for name in names},
-        **(found if curve.bracketed else dict.fromkeys(found)),
-        "lowest": curve.lowest[1],
-    }
+    names = ("budget", "variant", "lowest", "loss", "loss_interval", "params", "params_interval", "bracketed")
+    found = {name: getattr(curve, name) for name in (*names, "open_because", "no_interval")}
+    found["forward_flops_per_token"] = curve.forward_flops(curve.params)
+    return found if curve.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
 
 
 def _fitted(curves: Sequence[Curve]) -> dict[str, object]:
