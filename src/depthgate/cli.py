@@ -129,37 +129,35 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb. Exit codes: 0 done, 2 something the user can mend, 130 interrupted."""
-    code = _guarded(sys.argv[1:] if argv is None else argv)
+    with guarded():
+        try:
+            code = _run(sys.argv[1:] if argv is None else argv)
+        except BrokenPipeError:  # the reader of our output has left
+            silence(sys.stdout)
+            code = 0
+        except KeyboardInterrupt:
+            print("depthgate: interrupted", file=sys.stderr)
+            code = 130
+        except (DepthgateError, OSError, MemoryError, RuntimeError) as error:
+            print(f"depthgate: error: {_reason(error)}", file=sys.stderr)
+            code = 2
     if argv is None and code == 130:  # a second Ctrl-C would only disturb the end of the process
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     return code
 
 
-def _guarded(argv: Sequence[str]) -> int:
-    with guarded():
-        try:
-            return _run(argv)
-        except DepthgateError as error:
-            return _refuse(error)
-        except (MemoryError, RuntimeError) as error:
-            text = str(error)
-            if not isinstance(error, MemoryError) and "alloc" not in text and "out of memory" not in text:
-                raise
-            return _refuse(f"out of memory: {(text.splitlines() or ['nothing is left'])[0]}; ask for less")
-        except BrokenPipeError:  # the reader of our output has left
-            silence(sys.stdout)
-            return 0
-        except OSError as error:
-            silence(sys.stdout)
-            return _refuse(error)
-        except KeyboardInterrupt:
-            print("depthgate: interrupted", file=sys.stderr)
-            return 130
-
-
-def _refuse(why: object) -> int:
-    print(f"depthgate: error: {why}", file=sys.stderr)
-    return 2
+def _reason(error: Exception) -> str:
+    """A few lines for the user; raises errors again that are our own mistakes."""
+    text = str(error)
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("alloc" in text or "out of mem" in text)
+    ):
+        return f"out of memory: {(text.splitlines() or ['nothing is left'])[0]}; ask for less"
+    if isinstance(error, RuntimeError):
+        raise error
+    if isinstance(error, OSError):
+        silence(sys.stdout)
+    return text
 
 
 def _run(argv: Sequence[str]) -> int:

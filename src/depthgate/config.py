@@ -16,12 +16,10 @@ DTYPES = ("auto", "float32", "bfloat16")
 
 
 def build(config: type[Any], values: Any) -> Any:
-    """An option class from nested values; a field that is an option class itself is built first."""
-    given = {}
-    for each in fields(config):
-        if each.name in values:
-            value = values[each.name]
-            given[each.name] = build(ModelConfig, value) if each.type is ModelConfig else value
+    """An option class from nested values; others of the values are left out."""
+    given = {each.name: values[each.name] for each in fields(config) if each.name in values}
+    if config is TrainConfig:
+        given["model"] = build(ModelConfig, given["model"])
     return config(**given)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -23,10 +24,11 @@ T = TypeVar("T")
 
 def resolve_device(device: str) -> str:
     """Turn "auto" into cuda or cpu, and refuse cuda where there is none."""
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
         raise InvalidValueError("device is 'cuda', but no CUDA device is available: use --device cpu")
-    return ("cuda" if available else "cpu") if device == "auto" else device
+    return device
 
 
 @dataclass(frozen=True)
@@ -114,21 +116,6 @@ def count_flops(fn: Callable[[], object]) -> int:
     return int(counter.get_total_flops())
 
 
-def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s that a large matrix product reaches here: what a model's utilisation is a share of."""
-    cuda = device.startswith("cuda")
-    n, turns = (8192, 10) if cuda else (768, 5)
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    seconds = []
-    for _ in range(2 + turns):  # the first ones warm up
-        start = time.perf_counter()
-        a @ b
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return 2.0 * n**3 / min(seconds[2:])
-
-
 def interleaved(
     cases: Mapping[str, Callable[[], object]],
     repeats: int,
@@ -141,34 +128,25 @@ def interleaved(
     Every round runs every case once, so that whatever drifts on the machine meets all cases alike. `between` runs
     before each case; neither it nor the freeing of what the case returned is timed.
     """
-    timed = _timed_on_cuda if device == "cuda" else _timed_on_cpu
+    wait: Callable[[], object] = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(warmup + repeats):
+    for _ in range(warmup + repeats):
         for name, fn in cases.items():
             between()
-            taken = timed(fn)
-            if turn >= warmup:
-                seconds[name].append(taken)
-    return seconds
+            wait()
+            start = time.perf_counter()
+            result = fn()
+            wait()
+            seconds[name].append(time.perf_counter() - start)
+            del result
+    return {name: taken[warmup:] for name, taken in seconds.items()}
 
 
-def _timed_on_cpu(fn: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    result = fn()
-    end = time.perf_counter()
-    del result
-    return end - start
-
-
-def _timed_on_cuda(fn: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    start.record()
-    result = fn()
-    end.record()
-    torch.cuda.synchronize()
-    del result
-    return float(start.elapsed_time(end)) / 1000
+def matmul_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s that a large matrix product reaches here: what a model's utilisation is a share of."""
+    n, turns = (8192, 10) if device.startswith("cuda") else (768, 5)
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return 2.0 * n**3 / min(interleaved({"product": lambda: a @ b}, turns, 2, device)["product"])
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -186,26 +164,21 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
     """The commit of this source tree, "-dirty" where files differ from it; None for an installed package."""
-    here = Path(__file__).parent
     try:
-        # Only where git tracks this package: a virtual environment may lie inside another repository.
-        subprocess.run(["git", "ls-files", "--error-unmatch", "__init__.py"], cwd=here, check=True, capture_output=True)
-        described = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=here,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        _git("ls-files", "--error-unmatch", "__init__.py")  # a virtual environment may lie inside another repository
+        return _git("describe", "--always", "--dirty", "--exclude=*")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return described.stdout.strip()
+
+
+def _git(*words: str) -> str:
+    here = Path(__file__).parent
+    return subprocess.run(["git", *words], cwd=here, check=True, capture_output=True, text=True).stdout.strip()

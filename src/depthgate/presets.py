@@ -4,44 +4,27 @@ import difflib
 from dataclasses import replace
 from typing import Any
 
-from depthgate.config import ModelConfig, TrainConfig, build
+from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import InvalidValueError
 
+
+def _model(**shape: int) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in shape.items()}
+
+
 _TINY = {
-    "model.dim": 96,
-    "model.layers": 4,
-    "model.heads": 3,
-    "model.context": 256,
-    "batch": 8,
-    "lr": 3e-3,
-    "warmup": 20,
-    "schedule_steps": 1000,
-    "checkpoint_every": 10,
+    **_model(dim=96, layers=4, heads=3, context=256),
+    **{"batch": 8, "lr": 3e-3, "warmup": 20, "schedule_steps": 1000, "checkpoint_every": 10},
 }
 _124M = {
-    "tokenizer": "bpe",
-    "vocab": 32768,
-    "model.vocab": 32768,
-    "model.dim": 768,
-    "model.layers": 12,
-    "model.heads": 12,
-    "model.context": 1024,
-    "batch": 32,
-    "lr": 1e-3,
-    "warmup": 200,
-    "dtype": "bfloat16",
-    "compile": True,
-    "checkpoint_every": 500,
+    **_model(vocab=32768, dim=768, layers=12, heads=12, context=1024),
+    **{"tokenizer": "bpe", "vocab": 32768, "dtype": "bfloat16", "compile": True},
+    **{"batch": 32, "lr": 1e-3, "warmup": 200, "checkpoint_every": 500},
 }
 _1B = {
     **_124M,
-    "model.dim": 2048,
-    "model.layers": 16,
-    "model.heads": 16,
-    "model.kv_heads": 4,
-    "model.context": 2048,
-    "batch": 8,
-    "lr": 4e-4,
+    **_model(dim=2048, layers=16, heads=16, kv_heads=4, context=2048),
+    **{"batch": 8, "lr": 4e-4},
 }
 _MOD = {"model.pattern": "dense,mod", "model.capacity": 0.125}
 
@@ -83,19 +66,8 @@ def with_vocab(config: TrainConfig, vocab: int) -> TrainConfig:
     return replace(config, model=replace(config.model, vocab=vocab))
 
 
-def train_config(name: str, **options: Any) -> TrainConfig:
-    """The configuration that `depthgate train --preset NAME` runs, with some options set."""
-    config: TrainConfig = build(TrainConfig, _nested({"preset": name, **preset(name), **options}))
-    return config
-
-
-def _nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    """{"model.dim": 8, "lr": 1} -> {"model": {"dim": 8}, "lr": 1}."""
-    out: dict[str, Any] = {}
-    for name, value in dotted.items():
-        *path, last = name.split(".")
-        place = out
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return out
+def train_config(name: str) -> TrainConfig:
+    """The configuration that `depthgate train --preset NAME` runs."""
+    values = preset(name)
+    model = {key.removeprefix("model."): values.pop(key) for key in list(values) if key.startswith("model.")}
+    return TrainConfig(preset=name, model=ModelConfig(**model), **values)
