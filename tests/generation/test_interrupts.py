@@ -15,7 +15,7 @@ from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine, decode, search
 from depthgate.generation.text import read_prompts
-from tests.generation.test_engine import built, said
+from tests.generation.models import built, said
 
 
 def results(capsys, words):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import depthgate as dg
-from tests.generation.test_engine import built, prompts, said
+from tests.generation.models import built, prompts, said
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
