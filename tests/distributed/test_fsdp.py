@@ -48,12 +48,12 @@ def _equal(world):
         for n, g in gradients(single).items():
             if g is not None:
                 close(grads[n], g)
-    _step_without_anybody(rank, mesh)
+    _step_without_a_token(rank, mesh)
     _masks_that_differ(rank, mesh)
     _ddp(rank)
 
 
-def _step_without_anybody(rank: int, mesh) -> None:
+def _step_without_a_token(rank: int, mesh) -> None:
     """On rank 1 no token passes the threshold; both ranks still meet in every collective."""
     sharded = build("mod threshold")
     for layer in sharded.layers:

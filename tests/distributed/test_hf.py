@@ -73,5 +73,5 @@ def _alone(world):
     assert torch.equal(parts.generate(ids, **how, synced_gpus=True), text)
 
 
-def test_a_process_in_which_nobody_enters_does_not_keep_the_other_waiting():
+def test_a_process_without_a_routed_token_does_not_keep_the_other_waiting():
     spawn(2, _alone)

@@ -53,7 +53,7 @@ def test_closed_streams_and_a_full_log_harm_no_run(tmp_path, data, kind):
         (["train", "--steps=0"], {"close": [2]}, 2),
     ],
 )
-def test_output_that_nobody_takes_is_no_error_and_no_space_for_it_is_one(argv, kind, code):
+def test_a_reader_that_leaves_is_not_an_error_and_a_full_disk_is_one(argv, kind, code):
     found, errors = forks.run({"argv": argv, **kind})
     assert found == code, errors
     assert "Traceback" not in errors

@@ -1,4 +1,4 @@
-"""How much layers change their tokens: which layers to route, and routers that begin with a good guess.
+"""Calibration by how much layers change their tokens: which layers to route, and routers that begin with a guess.
 
 A router of zeros ranks all tokens alike, and the top k are then the first of each document. A calibrated one begins
 with a guess: the tokens that its layer changes most, as far as a linear function of the token tells it.

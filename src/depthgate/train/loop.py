@@ -46,9 +46,8 @@ def train(config: TrainConfig, resume: bool) -> int:
         packed = Packed(documents, config.model.context, config.seed, config.max_documents)
         task = Pretraining(replace(config, max_documents=_documents(packed)), world)
         optimizers = optim.build(task.model, config, world)
-        loop = Loop(config, folder, task, optimizers, packed, world, optim.capturable(config, world))
-        loop.state["tokenizer"] = folder_hash(folder / checkpoint.TOKENIZER)
-        return loop.run(resume)
+        graph, tokenizer_hash = optim.capturable(config, world), folder_hash(folder / checkpoint.TOKENIZER)
+        return Loop(config, folder, task, optimizers, packed, world, graph, tokenizer=tokenizer_hash).run(resume)
 
 
 @contextmanager
@@ -153,7 +152,9 @@ class Loop:
         packed: Packed,
         world: World,
         graph: bool = False,
+        **hashes: str,
     ) -> None:
+        """graph: replay steps as a CUDA graph. hashes: what else tells the run apart, kept in its checkpoints."""
         self.config, self.folder, self.task, self.packed, self.world = config, folder, task, packed, world
         self.optimizers = optimizers
         self.step = Step(task, optimizers, config, world, graph)
@@ -162,7 +163,7 @@ class Loop:
         self.peak = matmul_rate(world.device, getattr(torch, config.dtype)) * world.size
         self.restored: int | None = None  # the step that a resumed run went on from
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
-        self.state["data"] = packed.documents.fingerprint()
+        self.state |= {"data": packed.documents.fingerprint(), **hashes}
 
     def run(self, resume: bool) -> int:
         """Make all steps that are left; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""

@@ -262,7 +262,7 @@ def _report(run: Path) -> Iterator[Show]:
         try:
             write_report(run, live)
             due = began + max(_REPORT_SECONDS, (time.monotonic() - began) / _REPORT_SHARE)
-        except Exception as error:  # whatever it is: a page is no reason to stop training
+        except Exception as error:  # of any kind: training does not stop for a page
             due = math.inf
             warnings.warn(f"report.html is not kept up to date: {error}", DepthgateWarning, stacklevel=2)
 
