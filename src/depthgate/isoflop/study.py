@@ -158,7 +158,7 @@ class Study:
             raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
         finally:
             with suppress(ValueError):
-                signal.signal(signal.SIGTERM, before)
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set by Python
 
     def run(self) -> None:
         """Run every cell that is missing."""
