@@ -20,6 +20,7 @@ import shutil
 import stat
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,9 +129,10 @@ def named_errors(run: Path, step: int) -> Iterator[None]:
 
 def seal(path: Path) -> Record:
     """Wait until a file is on the disk; returns its entry for the manifest."""
-    with path.open("rb") as file:
+    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
+        digest = pool.submit(hashlib.file_digest, file, "sha256")  # of the bytes in memory, while the disk is busy
         os.fsync(file.fileno())
-        return Record(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
+        return Record(os.fstat(file.fileno()).st_size, digest.result().hexdigest())
 
 
 def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping[str, bytes], keep: int) -> Path:
