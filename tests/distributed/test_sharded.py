@@ -25,7 +25,7 @@ from depthgate.cli import main
 from depthgate.errors import DepthgateError, DepthgateWarning
 from tests.checkpoint.samples import flip, same
 from tests.distributed.spawn import spawn, start
-from tests.train.test_loop import TINY
+from tests.train.tiny import TINY
 
 CONFIG = {"dim": 3}
 # Rows that no number of processes divides, fewer rows than processes, none at all, and a number.

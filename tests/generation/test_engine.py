@@ -1,5 +1,7 @@
 """Generation with a cache equals generation without, whatever is routed, batched, padded or cut into chunks."""
 
+import inspect
+from dataclasses import fields
 from itertools import product
 
 import pytest
@@ -204,6 +206,10 @@ BAD = {
     "stop without a tokenizer": ({"stop": "a"}, "no tokenizer"),
     "beams that sample": ({"beams": 2, "top_k": 3}, "beams is 2"),
     "no callback": ({"callback": 3}, "callback is 3"),
+    "an unknown option": (
+        {"temprature": 1.0},
+        "temprature is not an option of generation: these are temperature, top_k",
+    ),
     "text without a tokenizer": ({"prompts": "abc"}, "no tokenizer"),
 }
 
@@ -216,6 +222,14 @@ def test_bad_input_is_refused_before_anything_is_computed(given, says, monkeypat
     monkeypatch.setattr(model, "hidden", lambda *_, **__: pytest.fail("the model was run"))
     with pytest.raises(dg.DepthgateError, match=says):
         dg.generate(model, **{"prompts": [[1, 2]], **given})
+
+
+@pytest.mark.parametrize("function", [dg.generate, dg.stream])
+def test_options_are_shown_with_their_defaults(function):
+    shown = inspect.signature(function).parameters
+    for option in fields(Sampling):
+        assert (shown[option.name].default, shown[option.name].annotation) == (option.default, option.type)
+        assert f"{option.name}: " in function.__doc__
 
 
 def test_a_stream_is_the_same_tokens_one_by_one():
@@ -238,3 +252,4 @@ def test_beams_call_back_too():
     result = dg.generate(model, "ab", max_new_tokens=5, beams=3, callback=seen.append)[0]
     assert [event.token for event in seen] == result.tokens
     assert "".join(event.text for event in seen) == result.text
+    assert list(dg.stream(model, "ab", max_new_tokens=5, beams=3)) == seen

@@ -14,16 +14,7 @@ from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.beams import Beams
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import Sampler
-from depthgate.generation.text import (
-    Event,
-    Generation,
-    NoTokenizer,
-    Prompt,
-    TextStream,
-    pieces,
-    read_prompts,
-    tokenizer_of,
-)
+from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts, tokenizer_of
 from depthgate.model import Decoder
 from depthgate.routing import Slots
 
@@ -197,8 +188,8 @@ def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Genera
 
 def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
     """Every token of every request, searched or sampled."""
-    if sampling.stops and isinstance(engine.tokenizer, NoTokenizer):
-        raise InvalidValueError(f"stop is {sampling.stop!r}, but the model has no tokenizer: leave it out")
+    for stop in sampling.stops:
+        engine.tokenizer.encode(stop)  # a model without a tokenizer refuses text
     sampling.seeds(len(todo))
     return search(engine, todo, sampling) if sampling.beams > 1 else decode(engine, todo, sampling, drawn)
 

@@ -19,6 +19,11 @@ class NoTokenizer:
 
     end = -1
 
+    def encode(self, text: str) -> list[int]:
+        raise InvalidValueError(
+            f"{text[:40]!r} is text, but the model has no tokenizer: give token ids; leave stop out"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:  # noqa: ARG002
         return ""
 
@@ -69,13 +74,8 @@ def read_prompts(model: Decoder, prompts: Prompt | Sequence[Prompt]) -> list[Gen
     tokenizer = tokenizer_of(model)
     results = []
     for prompt in _each(prompts):
-        if not isinstance(prompt, str):
-            ids = _ids(prompt, model)
-            results.append(Generation(tokenizer.decode(ids), ids))
-        elif isinstance(tokenizer, NoTokenizer):
-            raise InvalidValueError("a prompt is text, but the model has no tokenizer: give token ids")
-        else:
-            results.append(Generation(prompt, _ids(tokenizer.encode(prompt), model)))
+        ids = _ids(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, model)
+        results.append(Generation(prompt if isinstance(prompt, str) else tokenizer.decode(ids), ids))
     if not results:
         raise InvalidValueError("prompts is empty: give at least one")
     return results
