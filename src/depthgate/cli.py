@@ -10,7 +10,6 @@ from functools import cache
 from importlib import import_module
 from typing import Any, NoReturn
 
-import docstring_parser
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
@@ -77,10 +76,9 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
     parser = _Parser(description=_about(config), allow_abbrev=False)
     parser.add_argument("--config", action="config", help="yaml file with any of these options")
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
-    typed = {each.name: each.metadata["typed"] for each in fields(config) if "typed" in each.metadata}
-    about = {each.arg_name: each.description for each in docstring_parser.parse(config.__doc__ or "").params}
+    typed = {each.name: each.metadata for each in fields(config) if "typed" in each.metadata}
     for name, how in typed.items():
-        parser.add_argument(name if "nargs" in how else f"--{name}", help=about[name], **how)
+        parser.add_argument(name if "nargs" in how["typed"] else f"--{name}", help=how["about"], **how["typed"])
     parser.add_class_arguments(config, as_group=False, skip=set(typed))
     if issubclass(config, RunConfig):
         parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")

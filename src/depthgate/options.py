@@ -39,19 +39,19 @@ def number(default: float | None, interval: str, about: str = "", note: str = ""
     return option(default, about, partial(check_number, interval=interval, note=note))
 
 
-def switch() -> Any:
+def switch(about: str) -> Any:
     """A field for true or false that the command line takes without a value: --dry_run."""
-    return field(default=False, metadata={"typed": {"action": "store_true"}})
+    return field(default=False, metadata={"about": about, "typed": {"action": "store_true"}})
 
 
-def repeatable() -> Any:
+def repeatable(about: str) -> Any:
     """A field for a list of texts, whose option may be given several times."""
-    return field(default=None, metadata={"typed": {"action": "append"}})
+    return field(default=None, metadata={"about": about, "typed": {"action": "append"}})
 
 
-def positional() -> Any:
+def positional(about: str) -> Any:
     """A field for a list of texts that are typed without the name of an option."""
-    return field(default_factory=list, metadata={"typed": {"nargs": "*", "default": []}})
+    return field(default_factory=list, metadata={"about": about, "typed": {"nargs": "*", "default": []}})
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.options import DEVICES, Options, choice, count, number, option, repeatable, switch
+from depthgate.options import DEVICES, Options, choice, count, number, option, repeatable, required, switch
 
 
 def _check_seed(seed: Any, name: str) -> None:
@@ -24,29 +24,36 @@ def _check_stop(stop: Any, name: str) -> None:
 @dataclass(frozen=True)
 class Sampling(Options):
     """The choice of each next token, and when to end. The filters work in the order of Hugging Face's:
-    repetition_penalty, temperature, top_k, top_p, min_p.
+    repetition_penalty, temperature, top_k, top_p, min_p."""
 
-    Args:
-        temperature: divides the logits; 0 takes the likeliest token, 1 samples as the model says
-        top_k: sample among this many of the likeliest tokens, and those that tie with the last of them
-        top_p: sample among the fewest likeliest tokens that together have this probability
-        min_p: leave out tokens less likely than this share of the likeliest one's probability
-        repetition_penalty: above 1 makes tokens of the prompt and of the text so far less likely
-        max_new_tokens: tokens to add at most
-        stop: text at which to end, or several
-        seed: seed of the sampling of every prompt, or one for each
-        beams: search with this many of the likeliest continuations, instead of sampling
-    """
-
-    temperature: float = number(1.0, "[0, inf)", note=", where 0 takes the best token")
-    top_k: int | None = count(None)
-    top_p: float | None = number(None, "(0, 1]", note=", where 1 keeps every token")
-    min_p: float | None = number(None, "[0, 1]", note=", where 0 keeps every token")
-    repetition_penalty: float = number(1.0, "(0, inf)")
-    max_new_tokens: int = count(128)
-    stop: str | Sequence[str] | None = option((), check=_check_stop)
-    seed: int | Sequence[int] = option(0, check=_check_seed)
-    beams: int = count(1)
+    temperature: float = number(
+        1.0,
+        "[0, inf)",
+        "divides the logits; 0 takes the likeliest token, 1 samples as the model says",
+        ", where 0 takes the best token",
+    )
+    top_k: int | None = count(
+        None, "sample among this many of the likeliest tokens, and those that tie with the last of them"
+    )
+    top_p: float | None = number(
+        None,
+        "(0, 1]",
+        "sample among the fewest likeliest tokens that together have this probability",
+        ", where 1 keeps every token",
+    )
+    min_p: float | None = number(
+        None,
+        "[0, 1]",
+        "leave out tokens less likely than this share of the likeliest one's probability",
+        ", where 0 keeps every token",
+    )
+    repetition_penalty: float = number(
+        1.0, "(0, inf)", "above 1 makes tokens of the prompt and of the text so far less likely"
+    )
+    max_new_tokens: int = count(128, "tokens to add at most")
+    stop: str | Sequence[str] | None = option((), "text at which to end, or several", _check_stop)
+    seed: int | Sequence[int] = option(0, "seed of the sampling of every prompt, or one for each", _check_seed)
+    beams: int = count(1, "search with this many of the likeliest continuations, instead of sampling")
 
     def check_together(self) -> None:
         filters = (self.top_k, self.top_p, self.min_p, self.repetition_penalty)
@@ -88,27 +95,16 @@ class Sampling(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(Sampling):
-    """Continue a text, or several; without a prompt, line by line as you type.
+    """Continue a text, or several; without a prompt, line by line as you type."""
 
-    Args:
-        model: folder of a run, or of one of its checkpoints
-        prompt: text to continue; may be given several times
-        stop: text at which to end; may be given several times
-        seed: seed of the sampling of every prompt
-        no_cache: compute everything again for each token; the same text, slower
-        depth: colour each token by how many layers it went through
-        chunk: tokens of a prompt computed at once
-        device: cpu, cuda, or auto
-    """
-
-    model: str
-    prompt: list[str] | None = repeatable()
-    stop: list[str] | None = repeatable()
-    seed: int = count(0, minimum=0, maximum=2**63 - 1)
-    no_cache: bool = switch()
-    depth: bool = switch()
-    chunk: int = count(512)
-    device: str = choice("auto", DEVICES)
+    model: str = required("folder of a run, or of one of its checkpoints")
+    prompt: list[str] | None = repeatable("text to continue; may be given several times")
+    stop: list[str] | None = repeatable("text at which to end; may be given several times")
+    seed: int = count(0, "seed of the sampling of every prompt", minimum=0, maximum=2**63 - 1)
+    no_cache: bool = switch("compute everything again for each token; the same text, slower")
+    depth: bool = switch("colour each token by how many layers it went through")
+    chunk: int = count(512, "tokens of a prompt computed at once")
+    device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
         super().check_together()

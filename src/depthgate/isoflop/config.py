@@ -10,7 +10,7 @@ from typing import Any
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number
 from depthgate.flops import swiglu_hidden
-from depthgate.options import DEVICES, Options, choice, count, number, switch
+from depthgate.options import DEVICES, Options, choice, count, number, option, switch
 from depthgate.presets import PRESETS, train_config
 
 # Norms of queries and keys, and gates of one, were best in the experiments of docs/log.md.
@@ -89,72 +89,62 @@ def parse_variant(text: str) -> Variant:
 
 @dataclass(frozen=True)
 class IsoflopConfig(Options):
-    """Train models of several sizes and kinds with the same FLOPs, fit the best of each kind, and compare them.
+    """Train models of several sizes and kinds with the same FLOPs, fit the best of each kind, and compare them."""
 
-    Args:
-        data: text, as for depthgate train
-        out: folder of the study: every cell's run, results.jsonl, results.csv and report.html
-        budgets: training FLOPs, separated by commas
-        sizes: models of each variant at each budget; a minimum needs three, one is enough to try many variants
-        variants: dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its
-            training, such as mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size
-        seeds: seeds of every cell
-        seed: the first of them
-        seeds_at_minimum: seeds of the best size of each variant; as many as seeds unless given
-        more_sizes: sizes that may be added to a variant's curve at its open side until its minimum has higher losses on
-            both sides
-        validation: text to measure on; a share of the data is held out unless given
-        tokenizer: bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer
-        vocab: size of a bpe tokenizer
-        context: tokens of a sequence; 256 unless a budget is 1e14 or more, then 1024
-        batch: sequences of a step in every cell; unless given, more of them the larger the budget
-        center: the FLOPs per token of the middle size, as a multiple of those expected to be best
-        spread: FLOPs per token of a size over those of the next smaller one
-        lr: learning rate of all cells, instead of the rule that gives each width and budget its own
-        lr_sweep: first find a learning rate for each variant and width by trying five at the smallest budget
-        device: cpu, cuda, or auto
-        launcher: local, ray or submitit
-        parallel: cells that run at the same time, with launcher local; unless given, one for each processor core,
-            or one on a GPU
-        cpus: processor cores of a cell, for ray and submitit
-        gpus: GPUs of a cell, for ray and submitit; may be a fraction with ray
-        minutes: longest time of a cell, for submitit
-        measured: held-out tokens that losses are measured on, about
-        points: checkpoints of each cell that are measured, evenly spread and the last
-        samples: tokens to sample from the best model of each variant, for the report
-        extend: go on with a study that was made for other budgets, sizes (also center and spread), variants or seeds
-        dry_run: print the grid, and train nothing
-    """
-
-    data: str = "stdlib"
-    out: str = "runs/isoflop"
-    budgets: str | float = "1e12,2e12"
-    sizes: int = count(5, maximum=99)
-    variants: str = "dense,mod"
-    seeds: int = count(1, maximum=99)
-    seed: int = count(0, minimum=0)
-    seeds_at_minimum: int | None = count(None, maximum=99)
-    more_sizes: int = count(0, minimum=0, maximum=99)
-    validation: str | None = None
-    tokenizer: str = "bytes"
-    vocab: int | None = None
-    context: int | None = count(None, minimum=8, maximum=2**20)
-    batch: int | None = count(None, maximum=2**16)
-    center: float = number(1.0, "[0.001, 1000]")
-    spread: float = number(2.0, "[1.2, 100]")
-    lr: float | None = number(None, "(0, inf)")
-    lr_sweep: bool = False
-    device: str = choice("auto", DEVICES)
-    launcher: str = choice("local", ("local", "ray", "submitit"))
-    parallel: int | None = count(None, maximum=256)
-    cpus: int = count(1, maximum=1024)
-    gpus: float = number(0.0, "[0, 1024]")
-    minutes: int = count(240, maximum=10**6)
-    measured: int = count(2**17, maximum=2**40)
-    points: int = count(1, maximum=99)
-    samples: int = count(0, minimum=0, maximum=2**16)
-    extend: bool = False
-    dry_run: bool = switch()
+    data: str = option("stdlib", "text, as for depthgate train")
+    out: str = option("runs/isoflop", "folder of the study: every cell's run, results.jsonl, results.csv, report.html")
+    budgets: str | float = option("1e12,2e12", "training FLOPs, separated by commas")
+    sizes: int = count(
+        5,
+        "models of each variant at each budget; a minimum needs three, one is enough to try many variants",
+        maximum=99,
+    )
+    variants: str = option(
+        "dense,mod",
+        "dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its training, "
+        "such as mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size",
+    )
+    seeds: int = count(1, "seeds of every cell", maximum=99)
+    seed: int = count(0, "the first of them", minimum=0)
+    seeds_at_minimum: int | None = count(
+        None, "seeds of each variant's best size; as many as seeds unless given", maximum=99
+    )
+    more_sizes: int = count(
+        0,
+        "sizes that may be added to a variant's curve until its minimum has higher losses on both sides",
+        minimum=0,
+        maximum=99,
+    )
+    validation: str | None = option(None, "text to measure on; a share of the data is held out unless given")
+    tokenizer: str = option("bytes", "bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer")
+    vocab: int | None = option(None, "size of a bpe tokenizer")
+    context: int | None = count(
+        None, "tokens of a sequence; 256, or 1024 if a budget is 1e14 or more", minimum=8, maximum=2**20
+    )
+    batch: int | None = count(None, "sequences of a step; unless given, more the larger the budget", maximum=2**16)
+    center: float = number(1.0, "[0.001, 1000]", "FLOPs per token of the middle size over those expected to be best")
+    spread: float = number(2.0, "[1.2, 100]", "FLOPs per token of a size over those of the next smaller one")
+    lr: float | None = number(
+        None, "(0, inf)", "learning rate of all cells, instead of the rule that gives each width and budget its own"
+    )
+    lr_sweep: bool = option(
+        False, "first find a learning rate for each variant and width by trying five at the smallest budget"
+    )
+    device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
+    launcher: str = choice("local", ("local", "ray", "submitit"), "local, ray or submitit")
+    parallel: int | None = count(
+        None, "cells at the same time, with launcher local; unless given, one a core, or one on a GPU", maximum=256
+    )
+    cpus: int = count(1, "processor cores of a cell, for ray and submitit", maximum=1024)
+    gpus: float = number(0.0, "[0, 1024]", "GPUs of a cell, for ray and submitit; may be a fraction with ray")
+    minutes: int = count(240, "longest time of a cell, for submitit", maximum=10**6)
+    measured: int = count(2**17, "held-out tokens that losses are measured on, about", maximum=2**40)
+    points: int = count(1, "checkpoints of each cell that are measured, evenly spread and the last", maximum=99)
+    samples: int = count(0, "tokens to sample from each variant's best model", minimum=0, maximum=2**16)
+    extend: bool = option(
+        False, "go on with a study made for other budgets, sizes (also center and spread), variants or seeds"
+    )
+    dry_run: bool = switch("print the grid, and train nothing")
 
     def check_together(self) -> None:
         assert self.budget_list

@@ -3,34 +3,28 @@
 from dataclasses import dataclass
 
 from depthgate.errors import InvalidValueError
-from depthgate.options import DEVICES, Options, choice, count, positional
+from depthgate.options import DEVICES, Options, choice, count, option, positional
 
 
 @dataclass(frozen=True)
 class ViewConfig(Options):
-    """See which tokens went deep (--model), or how training runs went (RUN_DIR...): one self-contained page.
+    """See which tokens went deep (--model), or how training runs went (RUN_DIR...): one self-contained page."""
 
-    Args:
-        runs: folders of `depthgate train`, drawn over each other; or that of one study of `depthgate isoflop`
-        model: folder of a run, of one of its checkpoints, or of a Hugging Face model that `depthgate convert` wrote
-        text: file to read; the beginning of the text that the run held out unless text or prompt is given
-        prompt: text to read, given here
-        out: file of the page; page.html unless given, or unless a picture is asked for
-        png: file of a picture
-        svg: file of a picture for papers
-        tokens: tokens read at most
-        device: cpu, cuda, or auto
-    """
-
-    runs: list[str] = positional()
-    model: str | None = None
-    text: str | None = None
-    prompt: str | None = None
-    out: str | None = None
-    png: str | None = None
-    svg: str | None = None
-    tokens: int = count(4000, maximum=2**16)
-    device: str = choice("auto", DEVICES)
+    runs: list[str] = positional(
+        "folders of `depthgate train`, drawn over each other; or that of one study of `depthgate isoflop`"
+    )
+    model: str | None = option(
+        None, "folder of a run, of one of its checkpoints, or of a model that `depthgate convert` wrote"
+    )
+    text: str | None = option(
+        None, "file to read; the beginning of the text that the run held out unless text or prompt is given"
+    )
+    prompt: str | None = option(None, "text to read, given here")
+    out: str | None = option(None, "file of the page; page.html unless given, or unless a picture is asked for")
+    png: str | None = option(None, "file of a picture")
+    svg: str | None = option(None, "file of a picture for papers")
+    tokens: int = count(4000, "tokens read at most", maximum=2**16)
+    device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
         if bool(self.runs) == (self.model is not None):
