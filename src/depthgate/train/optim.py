@@ -141,17 +141,11 @@ def load_state_tensors(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
     """Put back what `state_tensors` gave; what is left over is an error. A weight without gradients has no state."""
-    by_weight: dict[str, dict[str, Tensor]] = {}
+    weights = dict(model.named_parameters())
+    owners = {id(weight): each for each in optimizers for group in each.param_groups for weight in group["params"]}
     for name, tensor in tensors.items():
-        weight, _, key = name.rpartition(":")
-        by_weight.setdefault(weight, {})[key] = tensor
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                kept = by_weight.pop(names[id(weight)], None)
-                if kept is None:
-                    continue
-                optimizer.state[weight] = {key: like(value, weight) for key, value in kept.items()}
-    if by_weight:
-        raise DepthgateError(f"the checkpoint has optimizer state of {next(iter(by_weight))!r}, which the model lacks")
+        weight_name, _, key = name.rpartition(":")
+        weight = weights.get(weight_name)
+        if weight is None or id(weight) not in owners:
+            raise DepthgateError(f"the checkpoint has optimizer state of {weight_name!r}, which the model lacks")
+        owners[id(weight)].state[weight][key] = like(tensor, weight)
