@@ -3,8 +3,9 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 from depthgate.errors import DepthgateWarning
@@ -16,21 +17,15 @@ class _Log:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
 
-    def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-        except OSError:
-            silence(self.stream)
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self.stream.flush()
-        except OSError:
-            silence(self.stream)
-
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
+        found = getattr(self.stream, name)
+        return partial(self._try, found) if name in ("write", "flush") else found
+
+    def _try(self, action: Callable[..., Any], *given: str) -> Any:
+        try:
+            return action(*given)
+        except OSError:
+            silence(self.stream)
 
 
 def silence(stream: Any) -> None:
@@ -50,9 +45,8 @@ def guarded() -> Iterator[None]:
     log, usual = sys.stderr, warnings.formatwarning
 
     def short(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: Any = None) -> str:
-        if issubclass(category, DepthgateWarning):
-            return f"depthgate: warning: {message}\n"
-        return usual(message, category, filename, lineno, line)
+        ours = issubclass(category, DepthgateWarning)
+        return f"depthgate: warning: {message}\n" if ours else usual(message, category, filename, lineno, line)
 
     sys.stderr, warnings.formatwarning = _Log(log or open(os.devnull, "w")), short  # noqa: SIM115
     try:

@@ -29,72 +29,68 @@ _TOLERANCE = 1e-3  # of the largest logit
 _FIGURES = ("prefill_tokens_per_second", "decode_tokens_per_second", "memory_bytes", "kv_bytes")
 
 
-class _Decoder:
-    """One of our runs and its cache."""
-
-    def __init__(self, model: LoadedDecoder) -> None:
-        self.net, self.room = model, model.context
-
-    def read(self, ids: Tensor) -> None:
-        self.engine = Engine(self.net, len(ids))
-        self.logits = self.engine.prefill(ids.tolist()).logits
-
-    def step(self) -> None:
-        self.logits = self.engine.step(self.logits.argmax(-1)).logits
-
-    def kv_bytes(self) -> int:
-        return self.engine.kv_bytes
-
-
-class _Transformers:
-    """A Hugging Face model and the cache of transformers."""
+class _Cached:
+    """A model with its cache: one of our runs with our own, a Hugging Face model with that of transformers."""
 
     def __init__(self, model: Any) -> None:
-        self.net, self.room = model.model, model.model.config.max_position_embeddings
+        self.ours = isinstance(model, LoadedDecoder)
+        self.net = model if self.ours else model.model
+        self.room = model.context if self.ours else self.net.config.max_position_embeddings
 
     def read(self, ids: Tensor) -> None:
-        from transformers import DynamicCache
+        """Read tokens (B, T) into a new cache."""
+        if self.ours:
+            self.cache: Any = Engine(self.net, len(ids))
+            self.logits = self.cache.prefill(ids.tolist()).logits
+        else:
+            from transformers import DynamicCache
 
-        self.cache = DynamicCache()
-        self.logits = self.net(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            self.cache = DynamicCache()
+            self._go_on(ids)
 
     def step(self) -> None:
-        token = self.logits.argmax(-1)[:, None]
-        self.logits = self.net(token, past_key_values=self.cache, use_cache=True).logits[:, -1]
+        """Read the likeliest next token."""
+        token = self.logits.argmax(-1)
+        if self.ours:
+            self.logits = self.cache.step(token).logits
+        else:
+            self._go_on(token[:, None])
+
+    def _go_on(self, ids: Tensor) -> None:
+        options = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        self.logits = self.net(ids, **options).logits[:, -1]
 
     def kv_bytes(self) -> int:
+        if self.ours:
+            return int(self.cache.kv_bytes)
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.is_initialized)
-
-
-_Cached = _Decoder | _Transformers
-
-
-def _cached(model: LanguageModel) -> _Cached:
-    return _Decoder(model) if isinstance(model, LoadedDecoder) else _Transformers(model)
 
 
 @torch.inference_mode()
 def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     """A row for each model, batch and context; for a wrong model, one that says so."""
     models = {folder: open_model(folder, device) for folder in config.models.split(",")}
-    room = min(_cached(model).room for model in models.values())
+    cached = {folder: _Cached(model) for folder, model in models.items()}
+    room = min(each.room for each in cached.values())
     contexts = config.numbers("context") or [max(1, min(512, room - config.new_tokens))]
     if max(contexts) + config.new_tokens > room:
         new = f"{config.new_tokens} new tokens follow, but a model has room for {room}"
         raise InvalidValueError(f"context is {max(contexts)}, and {new}: ask for less of either")
     texts = {folder: _text(config, model, max(contexts)) for folder, model in models.items()}
-    wrong = [folder for folder, model in models.items() if not _right(model, texts[folder], config)]
-    rows: list[dict[str, Any]] = [{"model": f, "error": "logits with and without a cache differ"} for f in wrong]
+    rows: list[dict[str, Any]] = []
+    for folder, model in models.items():
+        if not _right(cached[folder], model, texts[folder], config):
+            rows.append({"model": folder, "error": "logits with and without a cache differ"})
+            del cached[folder]
     for batch, context in product(config.numbers("batch"), contexts):
-        cached = {folder: _cached(model) for folder, model in models.items() if folder not in wrong}
         reads = {folder: partial(each.read, texts[folder][:batch, :context]) for folder, each in cached.items()}
-        memory = {folder: _memory(each, reads[folder], device) for folder, each in cached.items()}
         read = interleaved(reads, config.repeats, 3, device)
         written = interleaved({folder: each.step for folder, each in cached.items()}, config.new_tokens, 0, device)
         first: dict[str, float] = {}
         for folder, each in cached.items():
+            weights = sum(tensor.nbytes for tensor in {*each.net.parameters(), *each.net.buffers()})
             speeds = batch * context / median(read[folder]), batch / median(written[folder])
-            found = dict(zip(_FIGURES, (*speeds, memory[folder], each.kv_bytes()), strict=True))
+            found = dict(zip(_FIGURES, (*speeds, weights + each.kv_bytes(), each.kv_bytes()), strict=True))
             first = first or found
             ratios = {name: value / first[name] for name, value in found.items()}
             rows.append({"model": folder, "batch": batch, "context": context, **found, "ratios": ratios})
@@ -114,14 +110,12 @@ def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:
     return documents.read(starts[:, None] + torch.arange(context), places).to(model.device)
 
 
-def _right(model: LanguageModel, text: Tensor, config: BenchConfig) -> bool:
+def _right(cached: _Cached, model: LanguageModel, text: Tensor, config: BenchConfig) -> bool:
     """True if logits with a cache are those without, in float32. The model is left in the dtype that is asked for."""
-    cached = _cached(model)
     dtype = next(cached.net.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     cast(cached.net, torch.float32)
-    ids = text[:2, : _CHECKED[0]]
+    ids, right = text[:2, : _CHECKED[0]], True
     cached.read(ids)
-    right = True
     for _ in range(min(_CHECKED[1], config.new_tokens)):
         wanted = model(ids, causal=True).logits[:, -1]
         right = right and bool((cached.logits - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
@@ -129,17 +123,6 @@ def _right(model: LanguageModel, text: Tensor, config: BenchConfig) -> bool:
         cached.step()
     cast(cached.net, dtype)
     return right
-
-
-def _memory(cached: _Cached, read: partial[None], device: str) -> int:
-    """Bytes of weights and of keys and values; on cuda, of all that reading and a step allocate at most."""
-    weights: int = sum(tensor.nbytes for tensor in {*cached.net.parameters(), *cached.net.buffers()})
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    read()
-    cached.step()
-    return weights + (torch.cuda.max_memory_allocated() - before if device == "cuda" else cached.kv_bytes())
 
 
 def run(config: BenchConfig, as_json: bool) -> None:
@@ -150,7 +133,9 @@ def run(config: BenchConfig, as_json: bool) -> None:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
     else:
         columns = ("model", "batch", "context", "prefill tokens/s", "decode tokens/s", "memory MiB", "K/V MiB")
-        title = f"{config.new_tokens} tokens written, {config.dtype}, medians; x: times the first model's"
+        title = (
+            f"{config.new_tokens} tokens written, {config.dtype}, medians; memory: weights and K/V; x: over the first"
+        )
         print_table(columns, map(_cells, rows), title, ", ".join(f"{key} {value}" for key, value in about.items()))
     if wrong := [row["model"] for row in rows if "error" in row]:
         raise DepthgateError(f"wrong answer, not timed: {', '.join(wrong)}: logits with and without a cache differ")
