@@ -4,7 +4,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -72,31 +72,28 @@ def _part(parent: Path, name: str) -> Path:
     return parent / f".{name[:200]}.{secrets.token_hex(4)}.part"
 
 
-def check_outs(paths: Sequence[str | None]) -> list[Path]:
-    """The files that a user has named for output; an error where one cannot be written, or is named twice."""
-    outs = [check_out(Path(path)) for path in paths if path is not None]
+def check_outs(*paths: str | Path | None) -> list[Path]:
+    """The files that a user has named for output, checked before any work is done."""
+    outs = [Path(path) for path in paths if path is not None]
     if len({os.path.realpath(out) for out in outs}) < len(outs):
         raise DepthgateError("two outputs have the same name: give each a file of its own")
+    for out in outs:
+        real = Path(os.path.realpath(out))  # a link stays, and the file that it points to is written
+        if out.is_dir() or not real.parent.is_dir():
+            raise DepthgateError(f"out is {out}: name a file in a folder that exists")
+        # Replacing a device, a pipe or a stream of the system (/dev/stdout) would remove it.
+        stream = out.is_symlink() and out.absolute().parts[1] in ("dev", "proc")
+        if stream or (out.exists() and not out.is_file()):
+            raise DepthgateError(f"out is {out}: it is not a regular file, name another")
+        if not os.access(real.parent, os.W_OK) or (real.exists() and not os.access(real, os.W_OK)):
+            raise DepthgateError(f"cannot write {out} (Permission denied): name another file")
     return outs
-
-
-def check_out(path: Path) -> Path:
-    """A file that a user has named for output, checked before any work is done."""
-    real = Path(os.path.realpath(path))  # a link stays, and the file that it points to is written
-    if path.is_dir() or not real.parent.is_dir():
-        raise DepthgateError(f"out is {path}: name a file in a folder that exists")
-    # Replacing a device, a pipe or a stream of the system (/dev/stdout) would remove it.
-    stream = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
-    if stream or (path.exists() and not path.is_file()):
-        raise DepthgateError(f"out is {path}: it is not a regular file, name another")
-    if not os.access(real.parent, os.W_OK) or (real.exists() and not os.access(real, os.W_OK)):
-        raise DepthgateError(f"cannot write {path} (Permission denied): name another file")
-    return path
 
 
 def write(path: Path, content: str | bytes) -> None:
     """Put a file that a user has named in place of what was there, at once."""
+    check_outs(path)
     try:
-        replace(Path(os.path.realpath(check_out(path))), content)
+        replace(Path(os.path.realpath(path)), content)
     except OSError as error:
         raise DepthgateError(f"cannot write {path} ({error.strerror}): name another file") from None

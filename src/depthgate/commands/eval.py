@@ -12,6 +12,7 @@ from depthgate.data.batches import validation_rows
 from depthgate.data.token_file import Documents, cache_folder, everything, tokenize
 from depthgate.device import count_flops, resolve_device
 from depthgate.errors import DepthgateError
+from depthgate.hf.adapter import evaluate_task
 from depthgate.loading import LanguageModel, held_out, is_hugging_face, open_model
 from depthgate.train.evaluate import measure
 
@@ -44,38 +45,27 @@ def flops_per_token(model: LanguageModel, documents: Documents) -> float:
     return flops / tokens
 
 
-def _run_task(config: EvalConfig, as_json: bool) -> None:
-    if not is_hugging_face(Path(config.model)):
+def run(config: EvalConfig, as_json: bool) -> None:
+    """Print the figures of a text, or of a task."""
+    if config.tasks is not None and not is_hugging_face(Path(config.model)):
         raise DepthgateError(
             f"--tasks needs a Hugging Face model, and {config.model} is not one: depthgate convert writes a run as one"
         )
-    from depthgate.hf.adapter import evaluate_task
-
-    figures = evaluate_task(config)
+    figures = evaluate(config) if config.tasks is None else evaluate_task(config)
     if as_json:
         print(json.dumps(figures))
-        return
-    print(f"{config.model} on {config.tasks}: {figures['documents']:,} documents")
-    for name, value in figures["metrics"].items():
-        print(f"{name:32} {value:.4f}" if isinstance(value, float) else f"{name:32} {value}")
-
-
-def run(config: EvalConfig, as_json: bool) -> None:
-    """Print the figures."""
-    if config.tasks is not None:
-        _run_task(config, as_json)
-        return
-    figures = evaluate(config)
-    if as_json:
-        print(json.dumps(figures))
-        return
-    rows = [
-        (name, f"{figures[f'nats_per_token{end}']:.4f}", f"{figures[f'bits_per_byte{end}']:.4f}")
-        for name, end in (("causal", ""), ("top k", "_top_k"))
-    ]
-    title = f"{config.model} on {config.data}: {figures['tokens']:,} tokens"
-    print_table(("decision", "nats/token", "bits/byte"), rows, title)
-    print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
-    for name in ("routed_share", "agreement", "expert_share"):
-        if figures[name]:
-            print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{value:.3f}' for value in figures[name])}")
+    elif config.tasks is not None:
+        print(f"{config.model} on {config.tasks}: {figures['documents']:,} documents")
+        for name, value in figures["metrics"].items():
+            print(f"{name:32} {value:.4f}" if isinstance(value, float) else f"{name:32} {value}")
+    else:
+        rows = [
+            (name, f"{figures[f'nats_per_token{end}']:.4f}", f"{figures[f'bits_per_byte{end}']:.4f}")
+            for name, end in (("causal", ""), ("top k", "_top_k"))
+        ]
+        title = f"{config.model} on {config.data}: {figures['tokens']:,} tokens"
+        print_table(("decision", "nats/token", "bits/byte"), rows, title)
+        print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
+        for name in ("routed_share", "agreement", "expert_share"):
+            if figures[name]:
+                print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{value:.3f}' for value in figures[name])}")

@@ -5,32 +5,23 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
 
 from depthgate.config import TrainConfig
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.flops import parameters
 
 
-class _TerminatedError(BaseException):
-    """SIGTERM, while there is nothing to save yet."""
-
-
 def run(config: TrainConfig, as_json: bool, resume: bool = False) -> int:
     """Train, or go on; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
-
-    def stop(*_: object) -> NoReturn:
-        raise _TerminatedError
-
     _check_fits(config)
     before = None
     with suppress(ValueError):  # only the main thread may; while it trains, the loop has handlers of its own
-        before = signal.signal(signal.SIGTERM, stop)
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         from depthgate.train.loop import train
 
         code = train(config, resume)
-    except _TerminatedError:
+    except SystemExit:
         print("depthgate: stopped before the first step; go on with --resume", file=sys.stderr)
         return 0
     finally:

@@ -9,7 +9,7 @@ from typing import Any
 
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.files import check_out, check_outs, write
+from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, held_out, open_model
 from depthgate.view.config import ViewConfig
 from depthgate.view.figures import plans_figure, runs_figure, save
@@ -28,7 +28,7 @@ def run(config: ViewConfig, as_json: bool) -> None:
     if studies:
         outs, told = _study(studies[0], config)
     else:
-        outs = check_outs((config.page, config.png, config.svg))
+        outs = check_outs(config.page, config.png, config.svg)
         told = _runs(config) if config.model is None else _model(config, config.model)
     if as_json:
         print(json.dumps({"page": config.page, **told}))
@@ -50,7 +50,7 @@ def _study(study: Path, config: ViewConfig) -> tuple[list[Path], dict[str, Any]]
         raise DepthgateError(f"{study} has no {REPORT} yet: `depthgate isoflop` writes it when its cells are done")
     if config.out is None:
         return [report], {"page": str(report)}
-    page = check_out(Path(config.out))
+    [page] = check_outs(config.out)
     write(page, report.read_bytes())
     return [page], {"page": str(page)}
 
