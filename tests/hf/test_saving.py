@@ -10,7 +10,6 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import depthgate as dg
@@ -179,10 +178,11 @@ def test_a_folder_that_an_older_depthgate_converted_loads_and_says_the_same():
 
 def test_registration_says_which_transformers_it_needs(monkeypatch):
     register = dg.hf.register.__wrapped__  # not the one that was called already
-    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    module = sys.modules["transformers"]  # not the one imported above, once transformers has replaced itself
+    monkeypatch.setattr(module, "__version__", "4.57.0")
     with pytest.raises(dg.DepthgateError, match=r"transformers is 4.57.0: install 5.18"):
         register()
-    monkeypatch.setattr(transformers, "__version__", "5.17.1")
+    monkeypatch.setattr(module, "__version__", "5.17.1")
     with pytest.warns(UserWarning, match="assisted decoding and cropped caches may fail"):
         register()
     monkeypatch.setitem(sys.modules, "transformers", None)
