@@ -23,6 +23,7 @@ from depthgate.config import (
     PresetsConfig,
     RunConfig,
     TrainConfig,
+    ViewConfig,
     build,
 )
 from depthgate.console import guarded, silence
@@ -30,7 +31,6 @@ from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import preset, settle_vocab
-from depthgate.view.config import ViewConfig
 
 VERBS: dict[str, type[Any]] = {
     "train": TrainConfig,

@@ -7,11 +7,11 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+from depthgate.config import ViewConfig
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, held_out, open_model
-from depthgate.view.config import ViewConfig
 from depthgate.view.figures import plans_figure, runs_figure, save
 from depthgate.view.page import count, isolated, join, note, paragraph, short
 from depthgate.view.routes import Decisions, held_out_tokens, read, text_page
