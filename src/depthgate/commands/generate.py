@@ -41,18 +41,11 @@ def run(config: GenerateConfig, as_json: bool) -> int:
 
 def _report(todo: list[Generation], seconds: float, kv_bytes: int) -> dict[str, object]:
     results = [
-        {
-            "prompt": result.prompt,
-            "text": result.text,
-            "tokens": result.tokens,
-            "finish": result.finish,
-            "routed_share": [round(share, 6) for share in result.routed_share],
-        }
+        {name: getattr(result, name) for name in ("prompt", "text", "tokens", "finish", "routed_share")}
         for result in todo
     ]
-    count = sum(len(result.tokens) for result in todo)
-    speed = round(count / max(seconds, 1e-9), 3)
-    return {"results": results, "tokens_per_second": speed, "seconds": round(seconds, 6), "kv_bytes": kv_bytes}
+    speed = sum(len(result.tokens) for result in todo) / max(seconds, 1e-9)
+    return {"results": results, "tokens_per_second": speed, "seconds": seconds, "kv_bytes": kv_bytes}
 
 
 def _follow(stream: Generator[Event], screen: "_Screen | None") -> None:
