@@ -269,16 +269,19 @@ def open_checkpoint(folder: Path, only: Collection[str] | None = None, part: int
     if missing := wanted - groups.keys():
         raise DepthgateError(f"{folder} has no tensors named {sorted(missing)}: it has {sorted(groups)}")
     hashed = sorted(records, key=lambda name: (records[name].size, name))[part::parts]
-    plain, wholes = [], {}
+    names = [name for group in sorted(wanted) for name in groups[group]]
+    plain = []
     for name in PLAIN:
         with _opened(folder / name, records[name], hashed=True) as file:
             plain.append(from_json(file.read(), folder / name))
-    for group in sorted(wanted):
-        files_of_group = {}
-        for name in groups[group]:
-            with _opened(folder / name, records[name], hashed=name in hashed) as file:
-                files_of_group[folder / name] = tensor_files.open_file(file.fileno(), folder / name)
-        wholes[group] = tensor_files.index(files_of_group)
+
+    def opened(name: str) -> Any:
+        with _opened(folder / name, records[name], hashed=name in hashed) as file:
+            return tensor_files.open_file(file.fileno(), folder / name)
+
+    with ThreadPoolExecutor(4) as pool:  # hashing is most of the work
+        found = dict(zip(names, pool.map(opened, names), strict=True))
+    wholes = {g: tensor_files.index({folder / name: found[name] for name in groups[g]}) for g in sorted(wanted)}
     return Opened(step, wholes, *plain)
 
 
