@@ -25,7 +25,7 @@ import transformers
 from transformers import initialization
 
 from depthgate.hf import classes
-from depthgate.hf.config import Routing
+from depthgate.hf.families import Routing
 
 # Tests that a routed model cannot pass, and why.
 _ATTENTIONS = "a routed layer attends among the tokens that entered: (C, C), not (T, T); if none did, there is nothing"

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 
 from depthgate.hf.calibrate import layer_changes
 from depthgate.hf.classes import register
-from depthgate.hf.config import Routing
 from depthgate.hf.conversion import convert, set_capacity
 from depthgate.hf.decoder_weights import export, to_decoder
+from depthgate.hf.families import Routing
 from depthgate.hf.layer import routed_layers
 
 __all__ = [

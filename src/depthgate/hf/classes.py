@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from depthgate.errors import DepthgateError, DepthgateWarning
-from depthgate.hf.config import Routing
-from depthgate.hf.families import FAMILIES, PREFIX, decoder_layers, modeling
+from depthgate.hf.families import FAMILIES, PREFIX, Routing, decoder_layers, modeling
 from depthgate.hf.folder import CODE, check_code, code_names
 from depthgate.hf.inputs import PADDING, argument_names, hand_down
 from depthgate.hf.layer import DepthRouter, RoutedLayer

@@ -17,8 +17,7 @@ from depthgate.errors import DepthgateError, InvalidValueError, check_capacity
 from depthgate.files import new_folder
 from depthgate.hf.calibrate import layer_changes, least_changing
 from depthgate.hf.classes import config_class, install, model_class
-from depthgate.hf.config import Routing, checked_layers
-from depthgate.hf.families import check_config_values, family_of
+from depthgate.hf.families import Routing, check_config_values, checked_layers, family_of
 from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, find_tokenizer, gguf_of, load
 from depthgate.hf.layer import routed_layers
 from depthgate.routing.routers import TopTokens

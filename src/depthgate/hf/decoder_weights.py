@@ -14,8 +14,7 @@ from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError, InvalidValueError, check_choice
 from depthgate.flops import swiglu_hidden
 from depthgate.hf.classes import config_class, model_class
-from depthgate.hf.config import Routing
-from depthgate.hf.families import FAMILIES, PREFIX, modeling
+from depthgate.hf.families import FAMILIES, PREFIX, Routing, modeling
 from depthgate.model import Decoder
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)

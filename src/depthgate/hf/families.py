@@ -1,4 +1,5 @@
-"""The families of transformers models that can be routed, and what differs between them. Imports nothing heavy.
+"""The families of transformers models that can be routed, what differs between them, and what the config of a routed
+model says. Imports nothing heavy.
 
 They share a contract. A decoder has a list of layers; a layer is called as
 
@@ -8,12 +9,15 @@ and returns hidden states with its residual; its attention hands new keys and va
 layer's number, and takes its mask as it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from importlib import import_module
 from inspect import signature
 from typing import Any, NamedTuple
 
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.config import GATE_NAMES, RULE_NAMES
+from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
+from depthgate.options import Options, choice, number, option
 
 PREFIX = "depthgate_"  # of the model type of a routed model
 _CONTRACT = ("hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings")
@@ -128,3 +132,45 @@ def _missing(kind: str) -> str:
     if lacking:
         return f"its layers do not take {', '.join(lacking)}"
     return "its layers take all the arguments that are needed, but the family has not been tested"
+
+
+@dataclass(frozen=True)
+class Routing(Options):
+    """Routed layers and their options: the value of `depthgate` in a config. Unknown and wrong values are refused."""
+
+    layers: tuple[int, ...]
+    capacity: float = option(0.5, check=check_capacity)
+    gate: str = choice("one_plus_tanh", GATE_NAMES)
+    rule: str = choice("predictor", RULE_NAMES)
+    rule_loss: float = number(0.01, "[0, 1)")  # of the loss that teaches the causal rule
+
+    @classmethod
+    def read(cls, values: Any, depth: int) -> "Routing":
+        """The routing that a config holds, for a model of `depth` layers."""
+        known = {each.name for each in fields(cls)}
+        if not isinstance(values, Mapping) or "layers" not in values:
+            raise InvalidValueError("the config does not say which layers are routed: give depthgate={'layers': [...]}")
+        if unknown := sorted(map(str, values.keys() - known)):
+            raise InvalidValueError(
+                f"depthgate in the config has unknown keys ({', '.join(unknown)[:200]}): "
+                f"it may have {', '.join(sorted(known))}"
+            )
+        return cls(**{**values, "layers": checked_layers(values["layers"], depth)})
+
+    def written(self) -> dict[str, Any]:
+        """The values as a config holds them."""
+        return {**asdict(self), "layers": list(self.layers)}
+
+
+def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:
+    """Numbers of layers, ascending, each once."""
+    if isinstance(layers, str | bytes) or not isinstance(layers, Sequence):
+        raise InvalidValueError(
+            f"layers is {layers!r}: give 'every_other', 'auto', or numbers of layers, such as [1, 3]"
+        )
+    if not layers:
+        raise InvalidValueError("layers is empty: name at least one layer to route")
+    numbers = [check_count(layer, "a layer", minimum=0, maximum=depth - 1) for layer in layers]
+    if len(set(numbers)) < len(numbers):
+        raise InvalidValueError(f"layers is {list(layers)}: name each layer once")
+    return tuple(sorted(numbers))
