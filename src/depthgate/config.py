@@ -294,9 +294,7 @@ class EvalConfig(Options):
     seq: int | None = count(
         None, "tokens that a Hugging Face model reads at once; unless given 1024, or what it has room for"
     )
-    dtype: str = choice(
-        "auto", DTYPES, "float32, bfloat16, or auto: on a CPU float32, else what the model is stored in"
-    )
+    dtype: str = choice("auto", DTYPES, "that of a Hugging Face model; auto: float32 on a CPU, else as it is stored")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
