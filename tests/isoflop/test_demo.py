@@ -217,7 +217,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
     for _ in range(4):
         for i, plan in enumerate(model(rows, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
-    seen = read(model, ids).routes
+    seen = read(model, ids)
     assert 768 < check(routed_text(seen.tokens, seen.through, seen.numbers)) < 3 * 768
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from depthgate.cli import main
-from depthgate.view.routes import RoutedLayer, Routes
+from depthgate.view.routes import Decisions, RoutedLayer
 from depthgate.view.runs import Run
 
 HOSTILE = "<script>alert(1)</script> </script><img src=x onerror=alert(2)> &amp; \x00\x1b \u202eabc\u202c שלום 👩‍👩‍👧 é"
@@ -33,7 +33,7 @@ def page_data(page: Path, name: str = "routes"):
     return data
 
 
-def large(tokens: int = 4000, layers: int = 8) -> Routes:
+def large(tokens: int = 4000, layers: int = 8) -> Decisions:
     """A text as long as pages must stay smooth with."""
     torch.manual_seed(0)
     scores = [[round(x, 4) for x in torch.randn(tokens).tolist()] for _ in range(layers)]
@@ -45,7 +45,7 @@ def large(tokens: int = 4000, layers: int = 8) -> Routes:
     layers = [
         RoutedLayer(2 * i + 2, *each, each[-2]) for i, each in enumerate(zip(scores, gates, causal, top_k, strict=True))
     ]
-    return Routes(2 * len(layers), layers, texts, [1.0] * tokens)
+    return Decisions(2 * len(layers), layers, texts, [1.0] * tokens)
 
 
 def a_run(name="a", steps=10, **more) -> Run:

@@ -9,9 +9,9 @@ import torch
 import depthgate as dg
 from depthgate.errors import DepthgateError
 from depthgate.routing import Groups, Slots
-from depthgate.view.experts import ExpertLayer, expert_layers, plan_experts
 from depthgate.view.figures import plans_figure
-from depthgate.view.routes import Decisions, RoutedLayer, Routes, read, text_page
+from depthgate.view.routes import Decisions, ExpertLayer, RoutedLayer, expert_choices, plan_decisions, read
+from depthgate.view.routes_page import text_page
 from tests.view.pages import page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
@@ -30,11 +30,12 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     """Layer 1 is moe, layer 2 is mode: there the experts see the tokens that enter, and no others."""
     model = dg.load(runs / "mode")
     ids = model.tokenizer.encode(TEXT)[:32]
-    found, (moe, mode), _ = read(model, ids)
+    found = read(model, ids)
+    moe, mode = found.experts
     outer, within = (p for p in model(torch.tensor([ids]), causal=True).plans[1:])
     first = model(torch.tensor([ids]), causal=True).plans[0]
     assert isinstance(first, Groups)
-    assert (moe.layer, moe.experts, moe.null_experts) == (1, 4, 2)
+    assert (moe.number, moe.experts, moe.null_experts) == (1, 4, 2)
     assert moe.choices == first.choice[0].tolist()
     counts = torch.bincount(first.choice.flatten(), minlength=6).double() / first.choice.numel()
     assert moe.load == pytest.approx(counts[:4].tolist())
@@ -47,33 +48,25 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     assert found.numbers == [2]
 
 
-def test_plans_of_another_model_are_refused(runs):
-    model = dg.load(runs / "mode")
-    plans = model(torch.tensor([model.tokenizer.encode(TEXT)[:8]]), causal=True).plans
-    for kinds in (["moe"], ["mod", "mode"], ["moe", "mode", "mod"], ["dense", "dense"]):
-        with pytest.raises(DepthgateError, match="of another model"):
-            expert_layers(kinds, plans, 8)
-
-
 def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
     """A text so short that the layer routes none of its tokens has no plan of its experts."""
-    found = Routes(2, [RoutedLayer(2, [0.0], [0.0], [True], [True], [True])], ["a"], [0.0])
     config = dg.ModelConfig(
         **{"vocab": 257, "dim": 16, "layers": 2, "heads": 2, "context": 8, "pattern": "moe,mode"},
         **{"experts": 4, "null_experts": 2, "capacity": 0.25},
     )
     plans = dg.Decoder(config)(torch.tensor([[1]])).plans
-    waiting, idle = expert_layers(config.kinds, _without_entries(plans), 1, (4, 2))
-    assert (waiting.used, idle.used, idle.experts, idle.null_experts) == (1, 0, 4, 2)
-    page = text_page("t", "about", Decisions(found, [waiting, idle], []))
+    choices = expert_choices(config.kinds, _without_entries(plans), 1)
+    waiting, idle = (ExpertLayer(number, 4, 2, chosen) for number, chosen in enumerate(choices, 1))
+    layer = RoutedLayer(2, [0.0], [0.0], [True], [True], [True])
+    found = Decisions(2, [layer], ["a"], [0.0], [waiting, idle])
+    assert (waiting.used, idle.used) == (1, 0)
+    page = text_page("t", "about", found)
     assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
     assert "Layer 1, load of its experts" in page
     assert "Layer 2, load of its experts" not in page
-    assert [axes.get_title() for axes in plans_figure(Decisions(found, [waiting, idle], []), None).axes][2:] == [
-        "layer 1: load of the experts"
-    ]
+    assert [axes.get_title() for axes in plans_figure(found, None).axes][2:] == ["layer 1: load of the experts"]
     with pytest.raises(DepthgateError, match="no token came to any expert"):
-        plans_figure(Decisions(Routes(2, []), [idle], []), None)
+        plans_figure(Decisions(2, [], experts=[idle]), None)
 
 
 def _without_entries(plans):
@@ -98,7 +91,7 @@ def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
     layer = dg.SoftMoE(8, num_experts=3, slots_per_expert=2)
     _, plans = layer(torch.randn(2, 12, 8))
     assert isinstance(plans, tuple)
-    found = plan_experts(1, plans[0], row=1)
+    (found,) = plan_decisions(plans, None, None, row=1).slots
     assert torch.allclose(torch.tensor(found.into), plans[0].into[1].reshape(12, 6).T)
     assert torch.tensor(found.into).sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-5)
     assert found.load == pytest.approx(plans[0].back[1].sum(-1).mean(0).tolist())

@@ -9,9 +9,9 @@ import torch
 
 import depthgate as dg
 from depthgate.cli import main
-from depthgate.errors import DepthgateError
 from depthgate.routing import Slots, predictor_accuracy
-from depthgate.view.routes import Decisions, RoutedLayer, Routes, read, text_page
+from depthgate.view.routes import read
+from depthgate.view.routes_page import text_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 
@@ -43,8 +43,8 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
 def test_losses_depths_and_the_accuracy_of_the_rule(run):
     model = dg.load(run)
     ids = model.tokenizer.encode("over a lazy dog")
-    found, experts, _ = read(model, ids)
-    assert experts == []
+    found = read(model, ids)
+    assert found.experts == []
     logits = model(torch.tensor([ids]), causal=True).logits[0]
     wanted = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").tolist()
     assert math.isnan(found.losses[0])
@@ -108,21 +108,12 @@ def test_a_folder_that_is_no_run(tmp_path, capfd):
     assert str(tmp_path) in capfd.readouterr().err
 
 
-def test_plans_of_another_model_or_text_are_refused(run):
-    model = dg.load(run)
-    plans = model(torch.tensor([model.tokenizer.encode("abcdef")]), causal=True).plans
-    with pytest.raises(DepthgateError, match="of another model"):
-        Routes(4, [RoutedLayer(2)]).add(list("abcdef"), plans, plans, [0.0] * 6)
-    with pytest.raises(DepthgateError, match="of another text"):
-        Routes(4, [RoutedLayer(2), RoutedLayer(4)]).add(list("abc"), plans, plans, [0.0] * 3)
-
-
 def test_what_is_no_number_is_said_so():
     found = large(40, 2)
     one, two = found.layers
     one.scores[3], one.gates[3] = math.nan, math.inf
     two.scores[:] = [math.nan] * 40
-    page = text_page("odd", "about", Decisions(found, [], []))
+    page = text_page("odd", "about", found)
     assert "42 of the scores and gates are not numbers (NaN or infinite)" in page
     known = [score for score in one.scores if score == score]
     assert f"<td>{sum(known) / 39:.3f}</td>" in page  # the mean of the others
@@ -130,6 +121,6 @@ def test_what_is_no_number_is_said_so():
 
 
 def test_a_large_page_is_small_and_requests_nothing():
-    text = text_page("a large text", "about", Decisions(large(1000, layers=48), [], []))
+    text = text_page("a large text", "about", large(1000, layers=48))
     assert len(text.encode()) < 780_000
     assert not re.search(r"(src|href)\s*=|@import|url\(|https?://(?!www\.w3\.org|github\.com/leeoniya)", text)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from depthgate.view.page import visible
-from depthgate.view.routes import Decisions, text_page
+from depthgate.view.routes_page import text_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
 LEFT, TOP, ROW = 44, 22, 22  # of the map
@@ -25,7 +25,7 @@ CONTRASTS = """[...document.querySelectorAll('pre .sign')].map((sign) => {
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
     page = tmp_path_factory.mktemp("big") / "page.html"
-    page.write_text(text_page("a large text", "about", Decisions(large(), [], [])))
+    page.write_text(text_page("a large text", "about", large()))
     return page
 
 

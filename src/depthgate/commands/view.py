@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,15 @@ from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, held_out, open_model
-from depthgate.view.figures import plans_figure, runs_figure, save
-from depthgate.view.page import count, isolated, join, note, paragraph, short
-from depthgate.view.routes import Decisions, held_out_tokens, read, text_page
+from depthgate.view.figures import figure_bytes, plans_figure, runs_figure
+from depthgate.view.page import Html, count, fill, isolated, join, note, short
+from depthgate.view.routes import SHARES, held_out_tokens, read
+from depthgate.view.routes_page import text_page
 from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
 
 _GRID = "grid.json"  # every study has one
+
+Shown = tuple[Callable[[], Html], Callable[[], Any], dict[str, Any]]  # makes the page, draws the picture; figures
 
 
 def run(config: ViewConfig, as_json: bool) -> None:
@@ -26,62 +31,64 @@ def run(config: ViewConfig, as_json: bool) -> None:
         sys.stdout.reconfigure(errors="surrogateescape")
     studies = [Path(each) for each in config.runs if Path(each, _GRID).is_file() and not Path(each, METRICS).exists()]
     if studies:
-        outs, told = _study(studies[0], config)
-    else:
-        outs = check_outs(config.page, config.png, config.svg)
-        told = _runs(config) if config.model is None else _model(config, config.model)
-    if as_json:
-        print(json.dumps({"page": config.page, **told}))
-    else:
-        print(*outs, sep="\n")
+        page = _study(studies[0], config)
+        print(json.dumps({"page": page}) if as_json else page)
+        return
+    outs = check_outs(config.page, config.png, config.svg)
+    make_page, draw, told = _runs(config) if config.model is None else _model(config, config.model)
+    if config.png or config.svg:
+        figure = draw()
+        for kind, out in (("png", config.png), ("svg", config.svg)):
+            if out is not None:
+                write(Path(out), figure_bytes(figure, kind))
+    if config.page is not None:
+        write(Path(config.page), make_page())
+    print(json.dumps({"page": config.page, **told}) if as_json else "\n".join(map(str, outs)))
 
 
-def _study(study: Path, config: ViewConfig) -> tuple[list[Path], dict[str, Any]]:
+def _study(study: Path, config: ViewConfig) -> str:
     """The report that the study wrote, or a copy of it."""
+    what, report = f"{study} is a study of `depthgate isoflop`:", study / REPORT
     if len(config.runs) > 1:
-        raise DepthgateError(f"{study} is a study of `depthgate isoflop`: give it alone, or the runs in its cells/")
+        raise DepthgateError(f"{what} give it alone, or the runs in its cells/")
     if config.png or config.svg:
         raise DepthgateError(
-            f"{study} is a study of `depthgate isoflop`: its report is a page, with pictures next to it (curves.png, "
-            "curves.svg); leave --png and --svg out"
+            f"{what} its report is a page, with pictures next to it (curves.png, curves.svg); leave --png and --svg out"
         )
-    report = study / REPORT
     if not report.is_file():
         raise DepthgateError(f"{study} has no {REPORT} yet: `depthgate isoflop` writes it when its cells are done")
-    if config.out is None:
-        return [report], {"page": str(report)}
-    [page] = check_outs(config.out)
-    write(page, report.read_bytes())
-    return [page], {"page": str(page)}
+    if config.out is not None:
+        write(Path(config.out), report.read_bytes())
+    return config.out or str(report)
 
 
-def _runs(config: ViewConfig) -> dict[str, Any]:
+def _runs(config: ViewConfig) -> Shown:
     runs = read_runs(config.runs)
-    if config.png is not None or config.svg is not None:
-        save(runs_figure(runs), config.png, config.svg)
-    if config.page is not None:
-        write(Path(config.page), runs_page(runs))
-    return {"runs": [run.summary for run in runs]}
+    return partial(runs_page, runs), partial(runs_figure, runs), {"runs": [run.summary for run in runs]}
 
 
-def _model(config: ViewConfig, folder: str) -> dict[str, Any]:
+def _model(config: ViewConfig, folder: str) -> Shown:
     model = open_model(folder, resolve_device(config.device))
-    prompt, replaced = _text(config.text, config.tokens) if config.text is not None else (config.prompt, 0)
+    prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
     if prompt is None:
         ids = held_out_tokens(held_out(folder, model.tokenizer), config.tokens)
     else:
         ids = _encoded(model, prompt, config.tokens)
-    found = read(model, ids)
-    if config.png is not None or config.svg is not None:
-        save(plans_figure(found, None), config.png, config.svg)
-    if config.page is not None:
-        name = isolated(short(folder))
-        about = [paragraph(name, _about(config, model, found))]
-        if replaced:
-            what = "1 byte of the file is" if replaced == 1 else f"{replaced:,} bytes of the file are"
-            about.append(note(f"{what} not UTF-8: � stands for each."))
-        write(Path(config.page), text_page(f"depthgate view: {name}", join(about), found))
-    return _figures(found)
+    found, name = read(model, ids), isolated(short(folder))
+    source = isolated(short(config.text)) if config.text else "the prompt" if config.prompt else "held-out text"
+    size = {"tokens": count(len(found.tokens), "token"), "window": f"{model.context:,}"}
+    layers = {"routed": len(found.layers), "layers": count(found.depth, "layer")}
+    about = [fill("about_text", name=name, source=source, **size, **layers)]
+    if replaced:
+        what = "1 byte of the file is" if replaced == 1 else f"{replaced:,} bytes of the file are"
+        about.append(note(f"{what} not UTF-8: � stands for each."))
+    told = {
+        "tokens": len(found.tokens),
+        "layers": found.numbers,
+        **{share: [layer.shares[share] for layer in found.layers] for share in SHARES},
+        "experts": [{"layer": e.number, "load": e.load, "null_share": e.null_share} for e in found.experts],
+    }
+    return partial(text_page, f"depthgate view: {name}", join(about), found), partial(plans_figure, found, None), told
 
 
 def _text(path: str, most: int) -> tuple[str, int]:
@@ -108,25 +115,3 @@ def _encoded(model: LanguageModel, text: str, most: int) -> list[int]:
         shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
         raise DepthgateError(f"the text is {shown}: the model's tokenizer makes no token of it, give another")
     return ids
-
-
-def _about(config: ViewConfig, model: LanguageModel, found: Decisions) -> str:
-    source = "the prompt" if config.prompt else "text that the run held out"
-    if config.text:
-        source = isolated(short(config.text))
-    routes, many = found.routes, len(found.routes.tokens)
-    parts = "" if many <= model.context else f" It was read {model.context:,} tokens at a time."
-    deciding = " Every router decides from the token alone (the causal choice), as in generation." * bool(routes.layers)
-    routed = f"{len(routes.layers)} of {count(routes.depth, 'layer')} are routed."
-    return f" reads {count(many, 'token')} of {source}. {routed}{deciding}{parts}"
-
-
-def _figures(found: Decisions) -> dict[str, Any]:
-    layers = found.routes.layers
-    names = ("routed_share", "top_k_share", "agreement", "rule_accuracy")
-    return {
-        "tokens": len(found.routes.tokens),
-        "layers": found.routes.numbers,
-        **{name: [layer.shares[name] for layer in layers] for name in names},
-        "experts": [{"layer": e.layer, "load": e.load, "null_share": e.null_share} for e in found.experts],
-    }

@@ -280,7 +280,7 @@ def _training_chart(best: Mapping[str, Row], folders: Mapping[str, Path]) -> Htm
 def _routed(row: Row, folder: Path) -> Html:
     """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
     model = load(folder)
-    found = read(model, held_out_tokens(held_out(folder, model.tokenizer), _SHOWN)).routes
+    found = read(model, held_out_tokens(held_out(folder, model.tokenizer), _SHOWN))
     about = (
         f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: "
         "the start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of "

@@ -27,8 +27,8 @@ def save_page(
     row: int = 0,
 ) -> None:
     """The same as one self-contained HTML page, with every number."""
-    from depthgate.files import check_outs, write
-    from depthgate.view.routes import plan_decisions, plans_page
+    from depthgate.files import write
+    from depthgate.view.routes import plan_decisions
+    from depthgate.view.routes_page import plans_page
 
-    [out] = check_outs(path)
-    write(out, plans_page(plan_decisions(plans, tokens, grid, row), grid, tokens))
+    write(Path(path), plans_page(plan_decisions(plans, tokens, grid, row), grid, tokens))

@@ -5,15 +5,12 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from depthgate.errors import DepthgateError
-from depthgate.files import write
-from depthgate.view.experts import ExpertLayer, Grid, SlotLayer
 from depthgate.view.page import pieces
-from depthgate.view.routes import Decisions, Routes
-from depthgate.view.runs import Points, Run, lines, resume_marks, shares, unit
+from depthgate.view.routes import Decisions, ExpertLayer, Grid, SlotLayer
+from depthgate.view.runs import Run, charts
 
 # name -> colour, as on pages; a cell is 1 by the top k, plus 2 by the causal rule
 _CELLS = {"skipped": "#eef1f4", "top k alone": "#187a4b", "causal alone": "#b4480f", "both": "#1f5fbf"}
@@ -44,18 +41,11 @@ def figure_bytes(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
-def save(figure: Any, png: str | None, svg: str | None) -> None:
-    """Write the files that are named."""
-    for kind, out in (("png", png), ("svg", svg)):
-        if out is not None:
-            write(Path(out), figure_bytes(figure, kind))
-
-
 def plans_figure(found: Decisions, grid: Grid | None) -> Any:
     """One map for all layers that tokens skip, and a panel for each layer with experts that tokens came to."""
     panels: list[tuple[float, Callable[[Any], None]]] = []  # height, and what draws
-    if found.routes.layers:
-        panels.append((0.3 * len(found.routes.layers) + 1.6, partial(_draw_map, found.routes)))
+    if found.layers:
+        panels.append((0.3 * len(found.layers) + 1.6, partial(_draw_map, found)))
     panels += [(2.4, partial(_draw_load, layer)) for layer in found.experts if layer.used]
     for layer in found.slots:
         height = 2.8 if grid is None else 0.6 + 1.35 * -(-len(layer.into) // 8)
@@ -70,7 +60,7 @@ def plans_figure(found: Decisions, grid: Grid | None) -> Any:
     return figure
 
 
-def _draw_map(found: Routes, part: Any) -> None:
+def _draw_map(found: Decisions, part: Any) -> None:
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
@@ -94,21 +84,18 @@ def _draw_map(found: Routes, part: Any) -> None:
 
 def _draw_load(layer: ExpertLayer, part: Any) -> None:
     axes = part.add_subplot()
-    bars = {str(expert): share for expert, share in enumerate(layer.load)}
-    if layer.null_experts:
-        bars["null"] = layer.null_share
-    axes.bar(bars.keys(), bars.values(), color=_BLUE)
+    axes.bar(layer.bars.keys(), layer.bars.values(), color=_BLUE)
     axes.axhline(1 / (layer.experts + layer.null_experts), color=_ORANGE, linestyle="--", linewidth=1)
-    axes.set(title=f"layer {layer.layer}: load of the experts", ylabel="share of choices")
+    axes.set(title=f"layer {layer.number}: load of the experts", ylabel="share of choices")
 
 
 def _draw_slots(layer: SlotLayer, grid: Grid | None, part: Any) -> None:
     if grid is None:
         axes = part.add_subplot()
         axes.imshow(layer.into, aspect="auto", cmap="magma", interpolation="nearest")
-        axes.set(title=f"layer {layer.layer}: how much of each token a slot holds", xlabel="token", ylabel="slot")
+        axes.set(title=f"layer {layer.number}: how much of each token a slot holds", xlabel="token", ylabel="slot")
         return
-    part.suptitle(f"layer {layer.layer}: how much of each patch a slot holds", fontsize=10)
+    part.suptitle(f"layer {layer.number}: how much of each patch a slot holds", fontsize=10)
     high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
     many = len(layer.into)
     for number, axes in enumerate(part.subplots(-(-many // 8), min(8, many), squeeze=False).flat):
@@ -121,39 +108,32 @@ def _draw_slots(layer: SlotLayer, grid: Grid | None, part: Any) -> None:
 
 
 def runs_figure(runs: Sequence[Run]) -> Any:
-    """Loss against steps and FLOPs, routed share, throughput."""
+    """Loss against steps and FLOPs, and the other charts of runs against steps."""
     figure = new_figure(10, 7 + 0.2 * len(runs))
     from matplotlib.lines import Line2D
 
-    (by_step, by_flops), (share, speed) = figure.subplots(2, 2)
-    for axes, axis in ((by_step, "step"), (by_flops, "flops")):
-        _draw_lines(axes, lines(runs, axis, "loss")[0])
-        for number, points in enumerate(resume_marks(runs, axis).values()):
-            if points:
-                axes.plot(*zip(*points, strict=True), "D", color=f"C{number}", markersize=5)
-        axes.set(xlabel=unit(runs, axis)[1], ylabel="training loss, nats a token")
-    drawn = _draw_lines(share, shares(runs, "step"))
-    if len(runs) == 1 and drawn:  # lines of layers, and not of runs
-        _legend(share, drawn, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
-    _draw_lines(speed, lines(runs, "step", "tokens_per_second")[0])
-    for axes, name in ((share, "routed share"), (speed, "tokens a second")):
-        axes.set(xlabel="steps", ylabel=name)  # from 0 to above the highest: no line lies on the border
-        axes.set_ylim(0, 1.08 * max((y for line in axes.lines for y in line.get_ydata() if y == y), default=1) or 1)
+    loss, *others = charts(runs, "step")
+    drawn = [loss, charts(runs, "flops")[0], *others]
+    panels = figure.subplots(2, 2).flat
+    for axes in panels[len(drawn) :]:
+        axes.remove()
+    for axes, chart in zip(panels, drawn, strict=False):
+        for style, lines in (("-", chart["series"]), ("D", chart.get("marks", {}))):
+            for number, points in enumerate(lines.values()):
+                if points:  # a run without them keeps its colour from others
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{number}", linewidth=1.4, markersize=5)
+        axes.set(title=chart["title"], xlabel=chart["x"], ylabel=chart["y"])
+        axes.grid(alpha=0.3)
+        if chart["from_zero"]:  # to above the highest: no line lies on the border
+            axes.set_ylim(0, 1.08 * max((y for line in axes.lines for y in line.get_ydata() if y == y), default=1) or 1)
+        if chart["title"] == "Routed share" and len(runs) == 1:  # its lines are layers
+            names = dict(zip(chart["series"], axes.lines, strict=True))
+            _legend(axes, names, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
     keys = {run.name: Line2D([], [], color=f"C{number}") for number, run in enumerate(runs)}
-    if any(run.resumed for run in runs):
+    if any(loss["marks"].values()):
         keys["resumed"] = Line2D([], [], color="gray", marker="D", linestyle="none")
     _legend(figure, keys, loc="outside lower center", ncols=min(4, max(1, 100 // max(map(len, keys)))))
     return figure
-
-
-def _draw_lines(axes: Any, found: dict[str, Points]) -> dict[str, Any]:
-    """Lines by name; one without points keeps its colour from others."""
-    axes.grid(alpha=0.3)
-    return {
-        name: axes.plot(*zip(*points, strict=True), linewidth=1.4, color=f"C{number}")[0]
-        for number, (name, points) in enumerate(found.items())
-        if points
-    }
 
 
 def _legend(where: Any, keys: dict[str, Any], **how: Any) -> None:

@@ -66,24 +66,23 @@ def row(parts: Sequence[object]) -> Html:
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
     """A whole document from heading -> body, in order. A body under the heading "" stands straight below the title. A
     `live` page reloads itself."""
-    parts: list[object] = []
+    parts, style = [], ""
     for heading, content in sections.items():
         above = f"<h2>{html(heading)}</h2>\n" if heading else ""
         parts.append(Html(f"<section>{above}{html(content)}\n</section>"))
-    style, scripts = _asset("style.css"), Html("")
-    if any(" data-chart=" in html(part) for part in parts):
-        parts.append(fill("footer"))
-        style = _asset("vendor/uPlot.min.css") + style
-        uplot = f"/*\n{_asset('vendor/uPlot.LICENSE')}\n*/\n{_asset('vendor/uPlot.iife.min.js')}"
-        scripts = Html(f"<script>{uplot}</script>{script('charts.js')}")
+    body = join(parts)
+    if " data-chart=" in body:
+        licence, uplot = _asset("vendor/uPlot.LICENSE"), _asset("vendor/uPlot.iife.min.js")
+        body = join([body, fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))])
+        style = _asset("vendor/uPlot.min.css")
     reload = fill("reload") if live else ""
-    return fill("page", title=title, reload=reload, style=Html(style), body=join(parts), scripts=scripts)
+    return fill("page", title=title, reload=reload, style=Html(style + _asset("style.css")), body=body)
 
 
 @cache
-def _asset(name: str) -> str:
+def _asset(name: str) -> Html:
     """A file of this package that goes onto a page."""
-    return files("depthgate.view").joinpath(name).read_text(encoding="utf-8")
+    return Html(files("depthgate.view").joinpath(name).read_text(encoding="utf-8"))
 
 
 def fill(template: str, **values: object) -> Html:
@@ -99,8 +98,12 @@ def script(name: str) -> Html:
 
 def data(name: str, value: object) -> Html:
     """Plain data for a script. Inside a script element only "<" could end it; JSON reads it back from its escape."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    text = _json(value).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{html(name)}">{text}</script>')
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: str) -> Html:
@@ -129,8 +132,8 @@ def line_chart(
     is not finite leaves a gap. `from_zero` has 0 on the upright axis."""
     drawn = [_series("line", *each, log_x) for each in enumerate(series.items())]
     drawn += [_series("mark", *each, log_x) for each in enumerate((marks or {}).items())]
-    look = {"x": x, "y": y, "logX": log_x, "fromZero": from_zero}
-    return _chart(title, about, {**look, "series": [each for each in drawn if each["points"]]})
+    known = [each for each in drawn if each["points"]]
+    return _chart(title, about, x=x, y=y, logX=log_x, fromZero=from_zero, series=known)
 
 
 def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, *, x: str = "", even: float = 0.0) -> Html:
@@ -142,7 +145,7 @@ def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, *, x: s
     drawn = [_series("bar", 0, (y, points))]
     if even:
         drawn.append(_series("even", 1, ("all alike", [(place, even) for place, _ in points])))
-    return _chart(title, about, {"x": x, "y": y, "names": names, "fromZero": True, "series": drawn})
+    return _chart(title, about, x=x, y=y, names=names, fromZero=True, series=drawn)
 
 
 def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = False) -> dict[str, Any]:
@@ -153,10 +156,9 @@ def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = Fal
     return {"kind": kind, "colour": colour, "name": isolated(name), "points": found}
 
 
-def _chart(title: str, about: str, chart: dict[str, Any]) -> Html:
+def _chart(title: str, about: str, **chart: Any) -> Html:
     """A figure that charts.js fills when it is first seen."""
-    text = json.dumps(chart, separators=(",", ":"), allow_nan=False)
-    return fill("chart", title=title, about=about, chart=text)
+    return fill("chart", title=title, about=about, chart=_json(chart))
 
 
 def visible(text: str, kept: str = "") -> str:
@@ -211,23 +213,19 @@ def pieces(tokens: Sequence[str]) -> list[Piece]:
     """Tokens as parts of their text: bytes are put together to characters, over the bounds of tokens."""
     owners = [t for t, token in enumerate(tokens) for _ in token]
     signs, start = "".join(tokens), 0
-    texts: list[list[str]] = [[] for _ in tokens]
-    labels: list[list[tuple[bool, str]]] = [[] for _ in tokens]  # (part of a character, its name)
+    texts, labels = [""] * len(tokens), [""] * len(tokens)
+    cut = [False] * len(tokens)  # True: the label ends with bytes of a character
     while start < len(signs):
         char, size = _character(signs, start)
         for t, places in groupby(range(start, start + size), owners.__getitem__):
             first, *rest = (place - start + 1 for place in places)
             which = f"bytes {first} to {rest[-1]}" if rest else f"byte {first}"
             label = visible(char) if size == 1 else f"{which} of {size} of {visible(char)}"
-            labels[t].append((size > 1, label))
+            labels[t] += ", " + label if labels[t] and (size > 1 or cut[t]) else label
+            cut[t] = size > 1
         start += size
-        texts[owners[start - 1]].append(char)
-    found = []
-    for text, named in zip(texts, labels, strict=True):
-        groups = [(byte, [label for _, label in group]) for byte, group in groupby(named, lambda each: each[0])]
-        label = ", ".join((", " if byte else "").join(group) for byte, group in groups)
-        found.append(Piece("".join(text), label, bool(named) and not text))
-    return found
+        texts[owners[start - 1]] += char
+    return [Piece(text, label, bool(label) and not text) for text, label in zip(texts, labels, strict=True)]
 
 
 def _is_byte(c: str) -> bool:

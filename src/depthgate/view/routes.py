@@ -1,38 +1,25 @@
-"""Routing decisions as plain data, and the pages that show them: of a text that a model reads, of plans alone."""
+"""Routing decisions as plain data: about a text that a model reads, or of plans alone."""
 
 import math
 import operator
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import depthgate.view.page as pages
+from depthgate.config import ROUTED_KINDS
 from depthgate.data.batches import windows
 from depthgate.data.token_file import Documents
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.loading import LanguageModel
-from depthgate.routing.plan import Plan, Slots
-from depthgate.view.experts import (
-    ExpertLayer,
-    Grid,
-    SlotLayer,
-    expert_layers,
-    experts_section,
-    plan_experts,
-    slots_section,
-)
-from depthgate.view.page import Html, count, isolated, pieces, visible
+from depthgate.routing.plan import Groups, Plan, Slots, Soft
 
-_LAYERS = (
-    "Decided alike: how many tokens two whole passes, one causal and one by the top k, route alike; differences in "
-    "earlier layers count too. Rule right: for how many tokens the causal rule (the predictor, where that is the rule) "
-    "says what the top k says of the same hidden states."
-)
+SHARES = ("routed_share", "top_k_share", "agreement", "rule_accuracy")
+Grid = tuple[int, int]  # rows and columns of an image's patches
 
 
 @dataclass(frozen=True)
@@ -50,54 +37,88 @@ class RoutedLayer:
     def shares(self) -> dict[str, float]:
         """Shares of the tokens: those that a causal pass routes, that one by the top k routes, that both route alike,
         and those for which the causal rule says what the top k says of the same hidden states."""
-        kinds: dict[str, Iterable[bool]] = {
-            "routed_share": self.causal,
-            "top_k_share": self.top_k,
-            "agreement": map(operator.eq, self.causal, self.top_k),
-            "rule_accuracy": map(operator.eq, self.rule, self.top_k),
-        }
-        return {name: sum(flags) / max(1, len(self.causal)) for name, flags in kinds.items()}
+        alike, right = map(operator.eq, self.causal, self.top_k), map(operator.eq, self.rule, self.top_k)
+        flags: tuple[Iterable[bool], ...] = (self.causal, self.top_k, alike, right)
+        return {name: sum(each) / max(1, len(self.causal)) for name, each in zip(SHARES, flags, strict=True)}
 
 
 @dataclass(frozen=True)
-class Routes:
-    """Tokens, and the layers that they may skip."""
+class ExpertLayer:
+    """One layer whose tokens go to experts; those from `experts` on are null."""
+
+    number: int
+    experts: int
+    null_experts: int
+    choices: list[list[int]] = field(default_factory=list)  # the experts of each token; none where it skips the layer
+
+    @property
+    def used(self) -> int:
+        """Number of tokens that went to any expert."""
+        return sum(bool(chosen) for chosen in self.choices)
+
+    @property
+    def bars(self) -> dict[str, float]:
+        """Share of all choices that each expert has, by its name; the null experts together are one."""
+        counts = Counter(min(expert, self.experts) for chosen in self.choices for expert in chosen)
+        names = [*map(str, range(self.experts)), *["null"] * bool(self.null_experts)]
+        return {name: counts[expert] / max(1, counts.total()) for expert, name in enumerate(names)}
+
+    @property
+    def load(self) -> list[float]:
+        """Share of all choices that each expert has, without the null experts."""
+        return list(self.bars.values())[: self.experts]
+
+    @property
+    def null_share(self) -> float:
+        """Share of all choices that compute nothing."""
+        return self.bars.get("null", 0.0)
+
+    @property
+    def effective(self) -> float:
+        """Number of equally used experts that would be as spread as these: exp of the entropy of their load."""
+        load = [share for share in self.load if share > 0]
+        return math.exp(-sum(share / sum(load) * math.log(share / sum(load)) for share in load)) if load else 0.0
+
+
+@dataclass(frozen=True)
+class SlotLayer:
+    """One Soft MoE layer: E experts with C slots each, over T tokens."""
+
+    number: int
+    slots: int  # of each expert
+    into: list[list[float]]  # (E * C, T) how much of each token a slot holds: each row sums to one
+    load: list[float]  # each expert's part in the tokens' results, the mean over tokens
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Tokens of a text or of one row of a batch, and what layers decided about them. Layers are numbered from 1; where
+    no model is known, by the place of their plan."""
 
     depth: int  # layers in all
     layers: list[RoutedLayer]
     tokens: list[str] = field(default_factory=list)  # bytes that are not text alone are escaped: see view.page
     losses: list[float] = field(default_factory=list)  # nats, given the tokens before; not a number where none is
+    experts: list[ExpertLayer] = field(default_factory=list)
+    slots: list[SlotLayer] = field(default_factory=list)
 
     def add(
-        self,
-        tokens: Sequence[str],
-        causal: Sequence[Plan],
-        top_k: Sequence[Plan],
-        losses: Sequence[float],
-        row: int = 0,
+        self, tokens: Sequence[str], losses: Sequence[float], causal: Sequence[Plan], top_k: Sequence[Plan], row: int
     ) -> None:
         """Take in more tokens: the plans of a causal pass and of one by the top k over them, in a row of the batch.
         Padding is left out."""
         mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
-        if not len(mine) == len(best) == len(self.layers):
-            raise DepthgateError(
-                f"{len(mine)} and {len(best)} plans for {len(self.layers)} routed layers: they are of another model"
-            )
-        if any(plan.scores.shape[1:] != (len(tokens), 1) for plan in (*mine, *best)):
-            raise DepthgateError("the plans are of another text: make them from the same tokens")
         valid = mine[0].valid if mine else None
-        kept = torch.ones(len(tokens), dtype=torch.bool) if valid is None else valid[row].cpu()
+        kept = [True] * len(tokens) if valid is None else valid[row].tolist()
 
-        def values(of: Tensor) -> list[Any]:
-            return of[row, :, 0].detach().cpu()[kept].tolist()
+        def values(of: Tensor) -> Iterator[Any]:
+            return compress(of[row, :, 0].tolist(), kept)
 
-        for token, loss, real in zip(tokens, losses, kept.tolist(), strict=True):
-            if real:
-                self.tokens.append(token)
-                self.losses.append(loss)
+        self.tokens.extend(compress(tokens, kept))
+        self.losses.extend(compress(losses, kept))
         for layer, plan, other in zip(self.layers, mine, best, strict=True):
-            layer.scores.extend(values(plan.scores.float()))
-            layer.gates.extend(values(_token_gates(plan)))
+            layer.scores.extend(values(plan.scores))
+            layer.gates.extend(values(torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.mT)))
             layer.causal.extend(values(plan.chosen if plan.causal else plan.causal_choice))
             layer.top_k.extend(values(other.chosen))
             layer.rule.extend(values(other.chosen if other.causal else other.causal_choice))
@@ -118,11 +139,6 @@ class Routes:
         return [self.depth - len(self.layers) + len(layers) for layers in self.through]
 
 
-def _token_gates(plan: Slots) -> Tensor:
-    """(B, T, E): the gate of each routed token, 0 where it is not routed."""
-    return torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.float().mT)
-
-
 def held_out_tokens(documents: Documents, most: int) -> list[int]:
     """The beginning of the first document with as many tokens, or else of the text."""
     lengths = documents.bounds.diff().tolist()
@@ -132,20 +148,13 @@ def held_out_tokens(documents: Documents, most: int) -> list[int]:
     return found
 
 
-class Decisions(NamedTuple):
-    """Tokens of a text or of one row of a batch, by kind of layer. Layers are numbered from 1; where no model is
-    known, by the place of their plan."""
-
-    routes: Routes  # without layers where none is routed
-    experts: list[ExpertLayer]
-    slots: list[SlotLayer]
-
-
 @torch.no_grad()
 def read(model: LanguageModel, ids: Sequence[int]) -> Decisions:
     """The decisions of a model's routers and experts about a text, which is read a window at a time."""
-    layers = [RoutedLayer(i) for i, kind in enumerate(model.kinds, 1) if kind in ("mod", "mode", "random")]
-    found, experts = Routes(len(model.kinds), layers), list[ExpertLayer]()
+    kinds = model.kinds
+    layers = [RoutedLayer(i) for i, kind in enumerate(kinds, 1) if kind in ROUTED_KINDS]
+    experts = [ExpertLayer(i, *model.experts) for i, kind in enumerate(kinds, 1) if kind in ("moe", "mode")]
+    found = Decisions(len(kinds), layers, experts=experts)
     for start in range(0, len(ids), model.context):
         part = ids[start : start + model.context]
         tokens = torch.tensor([part], device=model.device)
@@ -153,12 +162,34 @@ def read(model: LanguageModel, ids: Sequence[int]) -> Decisions:
         losses = torch.nn.functional.cross_entropy(logits[0, :-1].float(), tokens[0, 1:], reduction="none").tolist()
         del logits
         texts = [model.tokenizer.token_text(i) for i in part]
-        found.add(texts, causal, model(tokens).plans, [math.nan, *losses])
-        more = expert_layers(model.kinds, causal, len(part), model.experts)
-        for known, new in zip(experts, more, strict=False):
-            known.choices.extend(new.choices)
-        experts = experts or more
-    return Decisions(found, experts, [])
+        found.add(texts, [math.nan, *losses], causal, model(tokens).plans, 0)
+        for layer, choices in zip(experts, expert_choices(kinds, causal, len(part)), strict=True):
+            layer.choices.extend(choices)
+    return found
+
+
+def expert_choices(kinds: Sequence[str], plans: Sequence[Plan], tokens: int) -> Iterator[list[list[int]]]:
+    """The experts of each token, for one layer with experts after another. Within a mode layer the experts see only
+    the tokens that enter it; where it has room for none there is no plan of its experts."""
+    left = iter(plans)
+    for kind in kinds:
+        entering: Sequence[int] = range(tokens)
+        plan = next(left) if kind != "dense" else None
+        if isinstance(plan, Slots):
+            entering = plan.chosen[0, :, 0].nonzero()[:, 0].tolist()
+            plan = next(left) if kind == "mode" and plan.tokens.shape[-1] else None
+        if kind in ("moe", "mode"):
+            choices: list[list[int]] = [[] for _ in range(tokens)]
+            picked = _choices(plan, 0) if isinstance(plan, Groups) else []
+            for token, chosen in zip(entering, picked, strict=False):  # slots that are not filled come last
+                choices[token] = chosen
+            yield choices
+
+
+def _choices(plan: Groups | Slots, row: int) -> list[list[int]]:
+    if isinstance(plan, Groups):
+        return [[expert for expert in chosen if expert >= 0] for chosen in plan.choice[row].tolist()]
+    return [[expert for expert, on in enumerate(chosen) if on] for chosen in plan.chosen[row].tolist()]
 
 
 def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> Decisions:
@@ -169,134 +200,27 @@ def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Gr
     length = max(plan.scores.shape[1] for plan in plans)
     if tokens is not None and len(tokens) != length:
         raise DepthgateError(f"there are {len(tokens)} tokens, and plans for {length}: they are of another text")
-    found = [plan_experts(i, plan, row) for i, plan in enumerate(plans, 1)]
-    slots = [each for each in found if isinstance(each, SlotLayer)]
-    if grid is not None:
-        for number, side in zip(grid, ("rows of grid", "columns of grid"), strict=True):
-            check_count(number, side)
-        if any(grid[0] * grid[1] != len(layer.into[0]) for layer in slots):
-            raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
-    # Within a routed layer, others see the routed tokens alone; those plans have no place on a map of all tokens.
-    depth = {i: p for i, p in enumerate(plans, 1) if isinstance(p, Slots) and p.scores.shape[1:] == (length, 1)}
-    routes, routed = Routes(len(plans), [RoutedLayer(i) for i in depth]), list(depth.values())
-    routes.add(tokens or list(map(str, range(length))), routed, routed, [math.nan] * length, row)
-    return Decisions(routes, [each for each in found if isinstance(each, ExpertLayer)], slots)
+    for side, name in zip(grid or (), ("rows of grid", "columns of grid"), strict=False):
+        check_count(side, name)
+    experts, slots, routed = [], [], {}
+    for number, plan in enumerate(plans, 1):
+        if isinstance(plan, Soft):
+            slots.append(_slot_layer(number, plan, row))
+        elif isinstance(plan, Groups) or plan.tokens.shape[1] > 1:
+            many = plan.ends.shape[0] if isinstance(plan, Groups) else plan.tokens.shape[1]
+            experts.append(ExpertLayer(number, many, plan.scores.shape[-1] - many, _choices(plan, row)))
+        elif plan.scores.shape[1] == length:  # within a routed layer, others see the routed tokens alone
+            routed[number] = plan
+    if grid is not None and any(grid[0] * grid[1] != len(layer.into[0]) for layer in slots):
+        raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
+    found = Decisions(len(plans), [RoutedLayer(number) for number in routed], experts=experts, slots=slots)
+    same = list(routed.values())
+    found.add(tokens or list(map(str, range(length))), [math.nan] * length, same, same, row)
+    return found
 
 
-def text_page(title: str, about: object, found: Decisions) -> Html:
-    """The page of a text: which tokens went deep, layer by layer."""
-    routes = found.routes
-    if routes.layers:
-        text = {"The text, by depth": pages.routed_text(routes.tokens, routes.through, routes.numbers)}
-        rest = {"Which tokens go deep": _deep(routes)}
-    else:
-        plain = "".join(piece.text for piece in pieces(routes.tokens))
-        text = {"The text": pages.preformatted(visible(plain, kept=" \n"))}
-        rest = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
-    return pages.page(title, {"": about} | text | _sections(found, rest, routes.tokens))
-
-
-def plans_page(found: Decisions, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
-    """A page of plans alone: a section for each kind that there is."""
-    about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
-    return pages.page("depthgate: plans", {"": pages.paragraph(about)} | _sections(found, {}, tokens, grid))
-
-
-def _sections(
-    found: Decisions, more: dict[str, Html], tokens: Sequence[str] | None, grid: Grid | None = None
-) -> dict[str, object]:
-    """The map, the figures of routed layers, `more` about them, and experts."""
-    routes, sections = found.routes, dict[str, object]()
-    if routes.layers:
-        sections |= {"The map": _map(routes), "Layers": _layers(routes), "Router scores": _histograms(routes)}
-    sections |= more
-    if found.experts:
-        sections["Experts"] = experts_section(found.experts, tokens)
-    if found.slots:
-        sections["Soft MoE"] = slots_section(found.slots, grid)
-    return sections
-
-
-def _map(found: Routes) -> Html:
-    shown = pieces(found.tokens)
-    data = {
-        "tokens": [piece.label for piece in shown],
-        "heads": {t: piece.heading for t, piece in enumerate(shown) if piece.heading != piece.label},
-        "layers": found.numbers,
-        "scores": [_packed(layer.scores) for layer in found.layers],
-        "gates": [_packed(layer.gates) for layer in found.layers],
-        "causal": ["".join(str(int(on)) for on in layer.causal) for layer in found.layers],
-        "top_k": ["".join(str(int(on)) for on in layer.top_k) for layer in found.layers],
-    }
-    layers, tokens = count(len(found.layers), "layer"), count(len(found.tokens), "token")
-    cells = len(found.layers) * len(found.tokens)
-    parts = {"data": pages.data("routes", data), "script": pages.script("map.js")}
-    return pages.join([*_odd(found), pages.fill("map", layers=layers, tokens=tokens, cells=cells, **parts)])
-
-
-def _packed(row: Sequence[float]) -> list[int | None]:
-    """Ten-thousandths, which are shorter than decimals; None where a value is not finite."""
-    return [round(x * 10_000) if math.isfinite(x) else None for x in row]
-
-
-def _finite(values: Sequence[float]) -> list[float]:
-    return [x for x in values if math.isfinite(x)]
-
-
-def _mean(values: Sequence[float]) -> str:
-    known = _finite(values)
-    return f"{fmean(known):.3f}" if known else "-"
-
-
-def _odd(found: Routes) -> list[object]:
-    """A note where scores or gates are not finite."""
-    odd = sum(len(values) - len(_finite(values)) for layer in found.layers for values in (layer.scores, layer.gates))
-    said = "of the scores and gates is not a number" if odd == 1 else "of the scores and gates are not numbers"
-    return [pages.note(f"{odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")] if odd else []
-
-
-def _layers(found: Routes) -> Html:
-    shares = ("routed causally", "routed by the top k", "decided alike", "rule right")
-    lines = []
-    for layer in found.layers:
-        shown = [f"{share:.1%}" for share in layer.shares.values()]
-        gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
-        lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
-    routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
-    title, about = "Routed share of each layer", "Under the causal choice."
-    bars = pages.bar_chart(title, about, routed, "share of the tokens", x="layer")
-    return pages.join([pages.table(("layer", *shares, "mean score", "mean gate"), lines, _LAYERS), bars])
-
-
-def _histograms(found: Routes) -> Html:
-    drawn = []
-    for layer in found.layers:
-        if scores := _finite(layer.scores):
-            counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
-            bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
-            about = f"How many of {count(len(scores), 'token')} have which score."
-            drawn.append(pages.bar_chart(f"Layer {layer.number}", about, bars, "tokens", x="router score"))
-    return pages.row(drawn or [pages.paragraph("No score is a finite number.")])
-
-
-def _deep(found: Routes) -> Html:
-    depths = found.depths
-    by_form: dict[str, list[int]] = defaultdict(list)
-    for token, depth in zip(found.tokens, depths, strict=True):
-        by_form[token].append(depth)
-    known = sorted(((fmean(d), len(d), form) for form, d in by_form.items() if len(d) >= 3), reverse=True)
-    picked = known if len(known) <= 20 else [*known[:10], *known[-10:]]
-    lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
-    about = "The ten deepest and the ten shallowest of those that occur at least three times."
-    forms = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
-    size = max(1, len(depths) // 60)
-    by_place = {"layers": [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]}
-    charts = [pages.line_chart("By position", f"Means of {count(size, 'token')}.", by_place, "token", "layers, mean")]
-    losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
-    if len(losses) >= 20:
-        part = -(-len(losses) // 20)
-        groups = [losses[i : i + part] for i in range(0, len(losses), part)]
-        by_loss = {"layers": [(fmean(x for x, _ in group), fmean(d for _, d in group)) for group in groups]}
-        about = "How many layers computed a token, by how hard it was to predict: groups of equal size."
-        charts.append(pages.line_chart("By loss", about, by_loss, "loss of the token, nats", "layers, mean"))
-    return pages.join([*forms, pages.row(charts)])
+def _slot_layer(number: int, plan: Soft, row: int) -> SlotLayer:
+    into, back = plan.into[row].detach().flatten(1).mT, plan.back[row].detach().sum(-1)
+    if plan.valid is not None:
+        back = back[plan.valid[row]]
+    return SlotLayer(number, plan.into.shape[-1], into.tolist(), back.mean(0).tolist())

@@ -38,11 +38,6 @@ class Run:
     notes: list[str] = field(default_factory=list)  # what could not be read
 
     @property
-    def resumed(self) -> list[Row]:
-        """The first row after each resume."""
-        return [row for row in self.rows if row.get("resumed")]
-
-    @property
     def layers(self) -> int:
         """Number of routed layers."""
         return max((len(row["routed_share"]) for row in self.rows), default=0)
@@ -72,7 +67,7 @@ class Run:
             "loss": fmean(losses) if losses else None,
             "routed_share": end.get("routed_share", []),
             "tokens_per_second": median(speeds) if speeds else None,
-            "resumed_after": [row["step"] - 1 for row in self.resumed],
+            "resumed_after": [row["step"] - 1 for row in self.rows if row["resumed"]],
             "bad_steps": sum(row["loss"] is None for row in self.rows),
             "notes": self.notes,
         }
@@ -107,15 +102,13 @@ def _read(path: Path, name: str) -> Run:
     except OSError as error:
         raise DepthgateError(f"{path / METRICS} cannot be read ({error.strerror}): look at its rights") from None
     rows: list[Row] = []
-    bad: list[int] = []
+    bad = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         row = _row(line)
-        if row is None or (rows and row["step"] <= rows[-1]["step"]):
-            bad.append(number)
-        else:
+        if row is not None and (not rows or row["step"] > rows[-1]["step"]):
             rows.append(row)
+        elif line.strip():
+            bad.append(number)
     if bad == [len(lines)]:  # without its end: the run was killed as it wrote, or writes at this moment
         notes.append(f"the last line of {METRICS} is cut short, and left out")
     elif bad:
@@ -147,34 +140,28 @@ def _asked(folder: Path, notes: list[str]) -> Row:
     path = next((folder / name for name in _CONFIGS if (folder / name).exists()), folder / _CONFIGS[-1])
     try:
         found = json.loads(path.read_bytes())
-        if isinstance(found, dict) and isinstance(found.get("model", ""), dict | str):
-            if type(steps := found.pop("steps", None)) is int:
-                return {**found, "steps": steps}
-            notes.append(f"{path.name} does not say in a whole number how many steps were asked for")
-            return found
     except (OSError, ValueError, RecursionError):
-        pass
-    notes.append(f"{path.name} cannot be read, so the page does not say what the run was asked to do")
-    return {}
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("model", ""), dict | str):
+        notes.append(f"{path.name} cannot be read, so the page does not say what the run was asked to do")
+        return {}
+    if type(found.get("steps")) is not int:
+        notes.append(f"{path.name} does not say in a whole number how many steps were asked for")
+        found["steps"] = None
+    return found
 
 
 def curve(run: Run, axis: str, value: str, most: int = 240) -> tuple[Points, int]:
     """(axis, value) of a run's steps, no more than `most` points, and how many steps each is the mean of. A mean over
     steps without a value is not a number: a gap. routed_share is the mean of the layers, routed_share/2 the third."""
-
-    def of(row: Row) -> float | None:
-        name, _, layer = value.partition("/")
-        found: Any = row[name]
-        if name != "routed_share":
-            return found  # type: ignore[no-any-return]
-        shares = found if not layer else found[int(layer) : int(layer) + 1]
-        return fmean(shares) if shares else None
-
+    name, _, layer = value.partition("/")
+    picked = slice(int(layer), int(layer) + 1) if layer else slice(None)
     size = max(1, -(-len(run.rows) // most))
     points = []
     for i in range(0, len(run.rows), size):
         part = run.rows[i : i + size]
-        known = [y for row in part if (y := of(row)) is not None]
+        values = [row[name][picked] if name == "routed_share" else [row[name]] for row in part]
+        known = [y for each in values for y in each if y is not None]
         points.append((float(part[-1][axis]), fmean(known) if known else math.nan))
     return points, size
 
@@ -185,32 +172,33 @@ def unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
     return next((each for each in AXES[axis] if most >= 2 * each[0]), AXES[axis][-1])
 
 
-def lines(runs: Sequence[Run], axis: str, value: str) -> tuple[dict[str, Points], int]:
-    """One line a run, in the axis's unit, and the most steps that a point is the mean of."""
-    scale, _ = unit(runs, axis)
-    found = {run.name: curve(run, axis, value) for run in runs}
-    points = {name: [(x / scale, y) for x, y in line] for name, (line, _) in found.items()}
-    return points, max(size for _, size in found.values())
+def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
+    """Loss, routed share where there is one, and throughput against an axis, as view.page.line_chart takes them. A run
+    without routing has no points among the routed shares; those of a single run are a line for each of its layers."""
+    scale, x = unit(runs, axis)
 
+    def lines(value: str) -> dict[str, Points]:
+        return {run.name: [(at / scale, y) for at, y in curve(run, axis, value)[0]] for run in runs}
 
-def resume_marks(runs: Sequence[Run], axis: str) -> dict[str, Points]:
-    """The first loss after each resume."""
-    scale, _ = unit(runs, axis)
-    return {
-        f"{run.name}, resumed": [(row[axis] / scale, row["loss"]) for row in run.resumed if row["loss"] is not None]
-        for run in runs
-    }
-
-
-def shares(runs: Sequence[Run], axis: str) -> dict[str, Points]:
-    """One line for each layer of a single run, or for each run the mean of its layers; no points without routing."""
-    if len(runs) > 1:
-        found = lines(runs, axis, "routed_share")[0]
-        return {run.name: found[run.name] if run.layers else [] for run in runs}
-    return {
-        f"routed layer {i + 1}": next(iter(lines(runs, axis, f"routed_share/{i}")[0].values()))
-        for i in range(runs[0].layers)
-    }
+    size = max(curve(run, axis, "loss")[1] for run in runs)
+    means = "One point a step." if size == 1 else f"Each point is the mean of {size} steps."
+    resumed = {run.name: [row for row in run.rows if row["resumed"] and row["loss"] is not None] for run in runs}
+    marks = {f"{name}, resumed": [(row[axis] / scale, row["loss"]) for row in rows] for name, rows in resumed.items()}
+    about = f"Training loss, routed by the top k. {means}{' Marks: where a run was resumed.' * any(marks.values())}"
+    found = [{"title": "Loss", "about": about, "series": lines("loss"), "y": "nats a token", "marks": marks}]
+    if any(run.layers for run in runs):
+        about, share = "The share of the tokens that go through ", lines("routed_share")
+        if len(runs) > 1:
+            about += "a routed layer, the mean of all of them."
+            share |= {run.name: [] for run in runs if not run.layers}
+        else:
+            about += "each routed layer."
+            each = [lines(f"routed_share/{i}").values() for i in range(runs[0].layers)]
+            share = {f"routed layer {i}": line for i, (line,) in enumerate(each, 1)}
+        found.append({"title": "Routed share", "about": about, "series": share, "y": "share of tokens"})
+    about, speeds = f"Of training steps alone: no checkpoints, no start. {means}", lines("tokens_per_second")
+    found.append({"title": "Throughput", "about": about, "series": speeds, "y": "tokens a second"})
+    return [{"x": x, "from_zero": chart["title"] != "Loss", **chart} for chart in found]
 
 
 def write_report(folder: Path, live: bool) -> None:
@@ -227,31 +215,14 @@ def runs_page(runs: Sequence[Run], about: Html | None = None, live: bool = False
     parts: list[object] = [] if about is None else [about]
     parts += [pages.note(f"{isolated(run.name)}: {note}.") for run in runs for note in run.notes]
     # The style shows the charts of the axis that is asked for.
-    charts = [f'<div class="by" data-axis="{axis}">{pages.row(_charts(runs, axis))}</div>' for axis in AXES]
+    drawn = {axis: [pages.line_chart(**chart) for chart in charts(runs, axis)] for axis in AXES}
+    by_axis = [f'<div class="by" data-axis="{axis}">{pages.row(each)}</div>' for axis, each in drawn.items()]
     sections = {
         "": pages.join([*parts, pages.fill("axes")]),
-        "How they went": Html("\n".join(charts)),
+        "How they went": Html("\n".join(by_axis)),
         "Where they stand": _table(runs),
     }
     return pages.page(f"depthgate view: {', '.join(isolated(run.name) for run in runs)}", sections, live)
-
-
-def _charts(runs: Sequence[Run], axis: str) -> list[Html]:
-    x = unit(runs, axis)[1]
-    losses, size = lines(runs, axis, "loss")
-    means = "One point a step." if size == 1 else f"Each point is the mean of {size} steps."
-    marks = resume_marks(runs, axis)
-    about = f"Training loss, routed by the top k. {means}"
-    if any(marks.values()):
-        about += " Marks: where a run was resumed."
-    found = [pages.line_chart("Loss", about, losses, x, "nats a token", marks=marks)]
-    if any(run.layers for run in runs):
-        which = "each routed layer" if len(runs) == 1 else "a routed layer, the mean of all of them"
-        about = f"The share of the tokens that go through {which}."
-        found.append(pages.line_chart("Routed share", about, shares(runs, axis), x, "share of tokens", from_zero=True))
-    about = f"Tokens a second, of training steps alone: no checkpoints, no start. {means}"
-    speeds = lines(runs, axis, "tokens_per_second")[0]
-    return [*found, pages.line_chart("Throughput", about, speeds, x, "tokens a second", from_zero=True)]
 
 
 def _table(runs: Sequence[Run]) -> Html:

@@ -1,0 +1,194 @@
+"""Pages of routing decisions: about a text that a model reads, or of plans alone."""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+import torch
+
+import depthgate.view.page as pages
+from depthgate.view.page import Html, count, isolated, pieces, visible
+from depthgate.view.routes import Decisions, ExpertLayer, Grid, SlotLayer
+
+_FORMS = 4  # tokens named for each expert
+_MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
+
+
+def text_page(title: str, about: object, found: Decisions) -> Html:
+    """The page of a text: which tokens went deep, layer by layer."""
+    if found.layers:
+        text = {"The text, by depth": pages.routed_text(found.tokens, found.through, found.numbers)}
+        rest = {"Which tokens go deep": _deep(found)}
+    else:
+        plain = "".join(piece.text for piece in pieces(found.tokens))
+        text = {"The text": pages.preformatted(visible(plain, kept=" \n"))}
+        rest = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
+    return pages.page(title, {"": about} | text | _routing(found) | rest | _experts(found, found.tokens, None))
+
+
+def plans_page(found: Decisions, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
+    """A page of plans alone: a section for each kind that there is."""
+    about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
+    sections = {"": pages.paragraph(about)} | _routing(found) | _experts(found, tokens, grid)
+    return pages.page("depthgate: plans", sections)
+
+
+def _routing(found: Decisions) -> dict[str, Html]:
+    if not found.layers:
+        return {}
+    return {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
+
+
+def _experts(found: Decisions, tokens: Sequence[str] | None, grid: Grid | None) -> dict[str, Html]:
+    sections = {"Experts": _expert_layers(found.experts, tokens)} if found.experts else {}
+    return sections | ({"Soft MoE": _slot_layers(found.slots, grid)} if found.slots else {})
+
+
+def _map(found: Decisions) -> Html:
+    shown, layers = pieces(found.tokens), found.layers
+    scores, gates = [_packed(layer.scores) for layer in layers], [_packed(layer.gates) for layer in layers]
+    data = {
+        "tokens": [piece.label for piece in shown],
+        "heads": {t: piece.heading for t, piece in enumerate(shown) if piece.heading != piece.label},
+        "layers": found.numbers,
+        "scores": scores,
+        "gates": gates,
+        "causal": ["".join(str(int(on)) for on in layer.causal) for layer in layers],
+        "top_k": ["".join(str(int(on)) for on in layer.top_k) for layer in layers],
+    }
+    size = {"layers": count(len(layers), "layer"), "tokens": count(len(shown), "token")}
+    parts = {"data": pages.data("routes", data), "script": pages.script("map.js")}
+    drawn = pages.fill("map", cells=len(layers) * len(shown), **size, **parts)
+    odd = sum(row.count(None) for row in scores + gates)
+    said = "of the scores and gates is not a number" if odd == 1 else "of the scores and gates are not numbers"
+    note = pages.note(f"{odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")
+    return pages.join([note, drawn]) if odd else drawn
+
+
+def _packed(row: Sequence[float]) -> list[int | None]:
+    """Ten-thousandths, which are shorter than decimals; None where a value is not finite."""
+    return [round(x * 10_000) if math.isfinite(x) else None for x in row]
+
+
+def _finite(values: Sequence[float]) -> list[float]:
+    return [x for x in values if math.isfinite(x)]
+
+
+def _mean(values: Sequence[float]) -> str:
+    known = _finite(values)
+    return f"{fmean(known):.3f}" if known else "-"
+
+
+def _layers(found: Decisions) -> Html:
+    shares = ("routed causally", "routed by the top k", "decided alike", "rule right")
+    lines = []
+    for layer in found.layers:
+        shown = [f"{share:.1%}" for share in layer.shares.values()]
+        gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
+        lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
+    routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
+    title, about = "Routed share of each layer", "Under the causal choice."
+    bars = pages.bar_chart(title, about, routed, "share of the tokens", x="layer")
+    heads = ("layer", *shares, "mean score", "mean gate")
+    return pages.join([pages.table(heads, lines, pages.fill("about_layers")), bars])
+
+
+def _histograms(found: Decisions) -> Html:
+    drawn = []
+    for layer in found.layers:
+        if scores := _finite(layer.scores):
+            counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
+            bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
+            about = f"How many of {count(len(scores), 'token')} have which score."
+            drawn.append(pages.bar_chart(f"Layer {layer.number}", about, bars, "tokens", x="router score"))
+    return pages.row(drawn or [pages.paragraph("No score is a finite number.")])
+
+
+def _deep(found: Decisions) -> Html:
+    depths = found.depths
+    by_form: dict[str, list[int]] = defaultdict(list)
+    for token, depth in zip(found.tokens, depths, strict=True):
+        by_form[token].append(depth)
+    known = sorted(((fmean(d), len(d), form) for form, d in by_form.items() if len(d) >= 3), reverse=True)
+    picked = known if len(known) <= 20 else [*known[:10], *known[-10:]]
+    lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
+    about = "The ten deepest and the ten shallowest of those that occur at least three times."
+    forms = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
+    size = max(1, len(depths) // 60)
+    by_place = {"layers": [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]}
+    charts = [pages.line_chart("By position", f"Means of {count(size, 'token')}.", by_place, "token", "layers, mean")]
+    losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
+    if len(losses) >= 20:
+        part = -(-len(losses) // 20)
+        groups = [losses[i : i + part] for i in range(0, len(losses), part)]
+        by_loss = {"layers": [(fmean(x for x, _ in group), fmean(d for _, d in group)) for group in groups]}
+        about = "How many layers computed a token, by how hard it was to predict: groups of equal size."
+        charts.append(pages.line_chart("By loss", about, by_loss, "loss of the token, nats", "layers, mean"))
+    return pages.join([*forms, pages.row(charts)])
+
+
+def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) -> Html:
+    """Load, null share, and which tokens each expert is for."""
+    heads = ("layer", "tokens", "experts", "busiest", "idlest", "as spread as", "null share")
+    rows, charts, forms = [], [], []
+    for layer in layers:
+        if not layer.used:
+            rows.append([layer.number, "no token came", layer.experts, *["-"] * (len(heads) - 3)])
+            continue
+        busy = (f"{max(layer.load):.1%}", f"{min(layer.load):.1%}", f"{layer.effective:.1f} experts")
+        null = f"{layer.null_share:.1%}" if layer.null_experts else "no null experts"
+        rows.append([layer.number, f"{layer.used:,}", layer.experts, *busy, null])
+        even = 1 / (layer.experts + layer.null_experts)
+        charts.append(_load(layer.number, pages.fill("about_load"), layer.bars, "share of the choices", even))
+        if tokens is not None and len(layer.choices) == len(tokens):
+            forms.append(_expert_tokens(layer, tokens))
+    return pages.join([pages.table(heads, rows, pages.fill("about_experts")), pages.row(charts), *forms])
+
+
+def _load(layer: int, about: str, bars: dict[str, float], y: str, even: float) -> Html:
+    return pages.bar_chart(f"Layer {layer}, load of its experts", about, bars, y, x="expert", even=even)
+
+
+def _expert_tokens(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
+    """The tokens that choose each expert most, against how often they choose any."""
+    chose: dict[int, Counter[str]] = defaultdict(Counter)
+    times = Counter(token for token, chosen in zip(tokens, layer.choices, strict=True) if chosen)
+    for token, chosen in zip(tokens, layer.choices, strict=True):
+        for expert in {min(expert, layer.experts) for expert in chosen}:
+            chose[expert][token] += 1
+    lines = []
+    for expert in sorted(chose):
+        ranked = sorted(chose[expert].items(), key=lambda item: (-item[1] / (times[item[0]] + 3), item[0]))
+        said = [f"{isolated(visible(token))} {n} of {times[token]}" for token, n in ranked[:_FORMS]]
+        name = "null" if expert == layer.experts else str(expert)
+        lines.append([name, f"{chose[expert].total():,}", *said, *[""] * (_FORMS - len(said))])
+    about = f"Layer {layer.number}: the tokens that most surely go to each expert, and how often they do."
+    return pages.table(("expert", "tokens", *["token, times"] * _FORMS), lines, about)
+
+
+def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None) -> Html:
+    """Load of the experts, and a map for each slot."""
+    about = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
+    bars = [{str(expert): share for expert, share in enumerate(layer.load)} for layer in layers]
+    charts = [_load(layer.number, about, bar, "share", 1 / len(bar)) for layer, bar in zip(layers, bars, strict=True)]
+    parts: list[object] = [pages.row(charts)]
+    if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
+        parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
+    drawn = [layer for layer in layers if len(layer.into) * len(layer.into[0]) <= _MOST_CELLS]
+    parts += [_slot_map(layer, grid) for layer in drawn]
+    if drawn:
+        parts.append(pages.script("slots.js"))
+    if len(drawn) < len(layers):
+        parts.append(pages.paragraph(f"Layers with more than {_MOST_CELLS:,} weights are too large to draw."))
+    return pages.join(parts)
+
+
+def _slot_map(layer: SlotLayer, grid: Grid | None) -> Html:
+    name, many, tokens = f"slots-{layer.number}", len(layer.into), len(layer.into[0])
+    rows, columns = grid or (1, tokens)
+    what, each = ("token", "row") if grid is None else ("patch", "map")
+    into = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in layer.into]
+    value = {"rows": rows, "columns": columns, "slots": layer.slots, "what": what, "into": into}
+    shape = {"slots": many, "rows": rows, "columns": columns, "cells": many * tokens, "what": what, "each": each}
+    return pages.fill("slots", layer=layer.number, name=name, data=pages.data(name, value), **shape)
