@@ -66,17 +66,17 @@ def row(parts: Sequence[object]) -> Html:
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
     """A whole document from heading -> body, in order. A body under the heading "" stands straight below the title. A
     `live` page reloads itself."""
-    parts, style = [], ""
+    parts, style, charts, reload = [], "", "", fill("reload") if live else ""
     for heading, content in sections.items():
         above = f"<h2>{html(heading)}</h2>\n" if heading else ""
         parts.append(Html(f"<section>{above}{html(content)}\n</section>"))
     body = join(parts)
     if " data-chart=" in body:
         licence, uplot = _asset("vendor/uPlot.LICENSE"), _asset("vendor/uPlot.iife.min.js")
-        body = join([body, fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))])
+        charts = fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))
         style = _asset("vendor/uPlot.min.css")
-    reload = fill("reload") if live else ""
-    return fill("page", title=title, reload=reload, style=Html(style + _asset("style.css")), body=body)
+    look = Html(style + _asset("style.css"))
+    return fill("page", title=title, reload=reload, style=look, body=body, charts=charts)
 
 
 @cache
