@@ -36,7 +36,7 @@ def put(run: Path, value: int, groups: dict | None = None, parts: int = 2) -> Pa
                         places[name] = {"saved_offsets": offsets, "shape": list(tensor.shape)}
                 file = tensor_files.piece_name(group, part, parts)
                 tensor_files.write(temp / file, tensors, places)
-                records[file] = checkpoint.seal(temp / file)
+                records |= checkpoint.seal([temp / file])
         plain = checkpoint.plain_files({"value": value}, CONFIG)
         return checkpoint.publish(temp, value, records, plain, 2)
 

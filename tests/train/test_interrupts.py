@@ -103,7 +103,7 @@ def test_asked_again_a_run_stops_at_once_and_goes_on_from_its_last_checkpoint(tm
 def test_asked_during_a_save_a_run_finishes_it(tmp_path, data, write, steps, monkeypatch):
     """At every file of the first checkpoint, be it of the middle or of the end of a run."""
     number, code = ((signal.SIGTERM, 0), (signal.SIGINT, 130))[write % 2]
-    real, calls = checkpoint.seal, []
+    real, calls = checkpoint.sync, []
 
     def slow(path):
         calls.append(path)
@@ -111,7 +111,7 @@ def test_asked_during_a_save_a_run_finishes_it(tmp_path, data, write, steps, mon
             os.kill(os.getpid(), number)
         return real(path)
 
-    monkeypatch.setattr(checkpoint, "seal", slow)
+    monkeypatch.setattr(checkpoint, "sync", slow)
     every = 5 if steps > 5 else 1000
     assert train(tmp_path / "a", data, steps, f"--checkpoint_every={every}") == code
     assert checkpoint.steps(tmp_path / "a") == [5]

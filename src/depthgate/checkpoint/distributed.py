@@ -47,7 +47,7 @@ def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, ke
             with store.named_errors(run, step):
                 for group, (held, places) in own.items():
                     tensor_files.write(paths[group], held, places)
-                return {path.name: store.seal(path) for path in paths.values()}
+                return store.seal(paths.values())
 
         written: list[dict[str, Record]] = [{}] * world.size
         dist.all_gather_object(written, world.agree(write))

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import stat
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -74,7 +74,7 @@ def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, ke
     with begun(run, step, size + sum(map(len, plain.values())), keep) as temp:
         for group, named in tensors.items():
             tensor_files.write(temp / f"{group}{SUFFIX}", named)
-        records = {f"{group}{SUFFIX}": seal(temp / f"{group}{SUFFIX}") for group in tensors}
+        records = seal(temp / f"{group}{SUFFIX}" for group in tensors)
         return publish(temp, step, records, plain, keep)
 
 
@@ -127,12 +127,18 @@ def named_errors(run: Path, step: int) -> Iterator[None]:
         raise DepthgateError(f"{why}; free some space, make it writable, or choose another folder") from error
 
 
-def seal(path: Path) -> Record:
-    """Wait until a file is on the disk; returns its entry for the manifest."""
-    with path.open("rb") as file, ThreadPoolExecutor(1) as pool:
-        digest = pool.submit(hashlib.file_digest, file, "sha256")  # of the bytes in memory, while the disk is busy
-        os.fsync(file.fileno())
-        return Record(os.fstat(file.fileno()).st_size, digest.result().hexdigest())
+def seal(paths: Iterable[Path]) -> dict[str, Record]:
+    """Wait until files are on the disk; returns their entries for the manifest."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(4) as pool:
+        digests = {path: pool.submit(digest, path) for path in paths}  # of the bytes in memory, while the disk is busy
+        for path in digests:
+            sync(path)
+        return {path.name: Record(path.stat().st_size, found.result()) for path, found in digests.items()}
 
 
 def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping[str, bytes], keep: int) -> Path:
@@ -140,9 +146,9 @@ def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping
     run, target = temp.parent, temp.parent / f"step-{step}"
     for name, content in plain.items():
         (temp / name).write_bytes(content)
-        records = {**records, name: seal(temp / name)}
+    records = {**records, **seal(temp / name for name in plain)}
     (temp / MANIFEST).write_bytes(pack_manifest(step, records))
-    seal(temp / MANIFEST)
+    sync(temp / MANIFEST)
     sync(temp)
     if os.path.lexists(target):
         os.rename(target, run / f".old-{temp.name.removeprefix('.tmp-')}")
