@@ -172,6 +172,14 @@ class TrainConfig(RunConfig):
         super().check_together()
         check_vocab(self.tokenizer, self.vocab)
 
+    def with_vocab(self, vocab: int) -> "TrainConfig":
+        """The configuration with the tokenizer's vocabulary; another one that was asked for is refused."""
+        if self.model.vocab not in (ModelConfig.vocab, self.vocab, vocab):
+            raise InvalidValueError(
+                f"model.vocab is {self.model.vocab}, but the tokenizer has {vocab} tokens: leave model.vocab out"
+            )
+        return replace(self, model=replace(self.model, vocab=vocab))
+
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneConfig(RunConfig):

@@ -1,7 +1,6 @@
 """Named starting points for `depthgate train`: option -> value, in the dotted names of the command line."""
 
 import difflib
-from dataclasses import replace
 from typing import Any
 
 from depthgate.config import ModelConfig, TrainConfig
@@ -52,18 +51,9 @@ def settle_vocab(options: Any) -> None:
     start = preset(options.preset)
     if options.vocab is not None and options.tokenizer != "bpe":
         if options.vocab == start.get("vocab"):
-            options.vocab = None
+            options.vocab, options.model.vocab = None, ModelConfig.vocab
         elif options.tokenizer == start.get("tokenizer", "bytes"):
             options.tokenizer = "bpe"
-
-
-def with_vocab(config: TrainConfig, vocab: int) -> TrainConfig:
-    """The configuration with the tokenizer's vocabulary; another one that was asked for is refused."""
-    if config.model.vocab not in (ModelConfig.vocab, preset(config.preset).get("model.vocab"), vocab):
-        raise InvalidValueError(
-            f"model.vocab is {config.model.vocab}, but the tokenizer has {vocab} tokens: leave model.vocab out"
-        )
-    return replace(config, model=replace(config.model, vocab=vocab))
 
 
 def train_config(name: str) -> TrainConfig:

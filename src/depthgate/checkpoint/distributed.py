@@ -24,8 +24,6 @@ from depthgate.errors import DepthgateError, DepthgateWarning
 def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int, world: World) -> Path:
     """Save by all processes together, as `store.save` does alone: the rows of split tensors that each holds, and the
     first process's copy of all others, its state and its configuration."""
-    if world.size == 1:
-        return store.save(run, step, tensors, state, config, keep)
     run = Path(run)
     size, plain, own = world.agree(
         lambda: (
@@ -65,8 +63,6 @@ def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, ke
 def load(run: Path, world: World, held: Mapping[str, Tensor]) -> Checkpoint:
     """Load by all processes together, as `store.load` does alone, the same checkpoint in all. A tensor with the name of
     one in `held` (or that name, a colon and more) and its shape is split as it is; others are whole, on the CPU."""
-    if world.size == 1:
-        return store.load(run)
 
     def listed(run: Path) -> list[Path]:
         return world.told(world.agree(lambda: store.candidates(run)))

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from depthgate.checkpoint import distributed
 from depthgate.checkpoint import store as checkpoint
 from depthgate.config import RunConfig, TrainConfig
 from depthgate.data.batches import Packed, Rows, batches
@@ -28,7 +27,6 @@ from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer,
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
-from depthgate.presets import with_vocab
 from depthgate.routing import Groups, Plans, Slots, TopTokens, causal_bce, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
 from depthgate.train.parallel import CompiledDecoder, build_decoder, joined, like, shard
@@ -42,7 +40,7 @@ def train(config: TrainConfig, resume: bool) -> int:
         joined(resolve_device(config.device)) as world,
         _prepared(world, config, resume) as (folder, tokenizer, documents),
     ):
-        config = with_vocab(config, tokenizer.vocab)
+        config = config.with_vocab(tokenizer.vocab)
         packed = Packed(documents, config.model.context, config.seed, config.max_documents)
         task = Pretraining(replace(config, max_documents=_documents(packed)), world)
         optimizers = optim.build(task.model, config, world)
@@ -266,13 +264,23 @@ class Loop:
             "optimizer": optim.state_tensors(self.task.model, self.optimizers),
             "rng": {"cpu": torch.get_rng_state()},
         }
-        config = run_folder.plain(self.config)
-        distributed.save(self.folder, step, tensors, self.state, config, self.config.keep, self.world)
+        what = (self.folder, step, tensors, self.state, run_folder.plain(self.config), self.config.keep)
+        if self.world.size == 1:
+            checkpoint.save(*what)
+        else:
+            from depthgate.checkpoint import distributed
+
+            distributed.save(*what, self.world)
         return step
 
     def _restore(self) -> None:
         held = self.task.held()
-        found = distributed.load(self.folder, self.world, held)
+        if self.world.size == 1:
+            found = checkpoint.load(self.folder)
+        else:
+            from depthgate.checkpoint import distributed
+
+            found = distributed.load(self.folder, self.world, held)
         found.state.pop("capacity", None)  # kept by older runs of finetune, and never needed
         self.world.agree(lambda: run_folder.check_found(found, self.config, self.state, self.task.model, held))
         if found.state["data"] != self.state["data"]:
