@@ -20,7 +20,7 @@ TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
 def test_load_and_null_share_by_hand():
     layer = ExpertLayer(2, 2, 1, [[0, 1], [0, 2], [], [0, 2]])
     assert layer.load == [3 / 6, 1 / 6]
-    assert layer.null_share == 2 / 6
+    assert layer.bars == {"0": 3 / 6, "1": 1 / 6, "null": 2 / 6}
     assert layer.effective == pytest.approx(math.exp(-(0.75 * math.log(0.75) + 0.25 * math.log(0.25))))
     assert ExpertLayer(1, 3, 0, [[0], [1], [2]]).effective == pytest.approx(3)
     assert ExpertLayer(1, 0, 0, [[]]).effective == 0
@@ -39,7 +39,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     assert moe.choices == first.choice[0].tolist()
     counts = torch.bincount(first.choice.flatten(), minlength=6).double() / first.choice.numel()
     assert moe.load == pytest.approx(counts[:4].tolist())
-    assert moe.null_share == pytest.approx(counts[4:].sum().item())
+    assert moe.bars["null"] == pytest.approx(counts[4:].sum().item())
     assert isinstance(outer, Slots)
     entering = outer.chosen[0, :, 0].nonzero()[:, 0].tolist()
     assert 0 < len(entering) < len(ids)
@@ -94,8 +94,9 @@ def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
     (found,) = plan_decisions(plans, None, None, row=1).slots
     assert torch.allclose(torch.tensor(found.into), plans[0].into[1].reshape(12, 6).T)
     assert torch.tensor(found.into).sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-5)
-    assert found.load == pytest.approx(plans[0].back[1].sum(-1).mean(0).tolist())
-    assert sum(found.load) == pytest.approx(1, abs=1e-5)
+    load = list(found.bars.values())
+    assert load == pytest.approx(plans[0].back[1].sum(-1).mean(0).tolist())
+    assert sum(load) == pytest.approx(1, abs=1e-5)
     dg.view.save_page(plans, tmp_path / "page.html", grid=(3, 4), row=1)
     data = page_data(tmp_path / "page.html", "slots-1")
     assert (data["rows"], data["columns"], data["slots"]) == (3, 4, 2)

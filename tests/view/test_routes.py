@@ -49,7 +49,9 @@ def test_losses_depths_and_the_accuracy_of_the_rule(run):
     wanted = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").tolist()
     assert math.isnan(found.losses[0])
     assert found.losses[1:] == pytest.approx(wanted, abs=1e-4)
-    assert found.depths == [2 + len(layers) for layers in found.through]
+    assert (found.depth, found.numbers) == (4, [2, 4])
+    wanted = [[n for n, layer in zip((2, 4), found.layers, strict=True) if layer.causal[t]] for t in range(len(ids))]
+    assert found.through == wanted
     assert "".join(found.tokens) == "over a lazy dog"
     plans = model(torch.tensor([ids])).plans
     right = [float(predictor_accuracy(plan)) for plan in plans]

@@ -35,12 +35,15 @@ def run(config: ViewConfig, as_json: bool) -> None:
         print(json.dumps({"page": page}) if as_json else page)
         return
     outs = check_outs(config.page, config.png, config.svg)
-    make_page, draw, told = _runs(config) if config.model is None else _model(config, config.model)
-    if config.png or config.svg:
-        figure = draw()
-        for kind, out in (("png", config.png), ("svg", config.svg)):
-            if out is not None:
-                write(Path(out), figure_bytes(figure, kind))
+    if config.model is not None:
+        make_page, draw, told = _model(config, config.model)
+    else:
+        runs = read_runs(config.runs)
+        make_page, draw = partial(runs_page, runs), partial(runs_figure, runs)
+        told = {"runs": [run.summary for run in runs]}
+    for kind, out in (("png", config.png), ("svg", config.svg)):
+        if out is not None:
+            write(Path(out), figure_bytes(draw(), kind))
     if config.page is not None:
         write(Path(config.page), make_page())
     print(json.dumps({"page": config.page, **told}) if as_json else "\n".join(map(str, outs)))
@@ -62,11 +65,6 @@ def _study(study: Path, config: ViewConfig) -> str:
     return config.out or str(report)
 
 
-def _runs(config: ViewConfig) -> Shown:
-    runs = read_runs(config.runs)
-    return partial(runs_page, runs), partial(runs_figure, runs), {"runs": [run.summary for run in runs]}
-
-
 def _model(config: ViewConfig, folder: str) -> Shown:
     model = open_model(folder, resolve_device(config.device))
     prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
@@ -86,7 +84,7 @@ def _model(config: ViewConfig, folder: str) -> Shown:
         "tokens": len(found.tokens),
         "layers": found.numbers,
         **{share: [layer.shares[share] for layer in found.layers] for share in SHARES},
-        "experts": [{"layer": e.number, "load": e.load, "null_share": e.null_share} for e in found.experts],
+        "experts": [{"layer": e.number, "load": e.load, "null_share": e.bars.get("null", 0.0)} for e in found.experts],
     }
     return partial(text_page, f"depthgate view: {name}", join(about), found), partial(plans_figure, found, None), told
 
@@ -112,6 +110,5 @@ def _encoded(model: LanguageModel, text: str, most: int) -> list[int]:
         why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise DepthgateError(f"the model's tokenizer cannot express this text ({why}): give another") from None
     if not ids:
-        shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
-        raise DepthgateError(f"the text is {shown}: the model's tokenizer makes no token of it, give another")
+        raise DepthgateError(f"the text is {short(text)!r}: the model's tokenizer makes no token of it, give another")
     return ids

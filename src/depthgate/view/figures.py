@@ -97,14 +97,12 @@ def _draw_slots(layer: SlotLayer, grid: Grid | None, part: Any) -> None:
         return
     part.suptitle(f"layer {layer.number}: how much of each patch a slot holds", fontsize=10)
     high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
-    many = len(layer.into)
-    for number, axes in enumerate(part.subplots(-(-many // 8), min(8, many), squeeze=False).flat):
+    for number, row in enumerate(layer.into):
+        axes = part.add_subplot(-(-len(layer.into) // 8), min(8, len(layer.into)), number + 1)
         axes.set_axis_off()
-        if number < many:
-            row = layer.into[number]
-            image = [row[i : i + grid[1]] for i in range(0, len(row), grid[1])]
-            axes.imshow(image, cmap="magma", vmin=0, vmax=high, interpolation="nearest")
-            axes.set_title(f"expert {number // layer.slots}, slot {number % layer.slots}", fontsize=7)
+        image = [row[i : i + grid[1]] for i in range(0, len(row), grid[1])]
+        axes.imshow(image, cmap="magma", vmin=0, vmax=high, interpolation="nearest")
+        axes.set_title(f"expert {number // layer.slots}, slot {number % layer.slots}", fontsize=7)
 
 
 def runs_figure(runs: Sequence[Run]) -> Any:
@@ -114,10 +112,8 @@ def runs_figure(runs: Sequence[Run]) -> Any:
 
     loss, *others = charts(runs, "step")
     drawn = [loss, charts(runs, "flops")[0], *others]
-    panels = figure.subplots(2, 2).flat
-    for axes in panels[len(drawn) :]:
-        axes.remove()
-    for axes, chart in zip(panels, drawn, strict=False):
+    for place, chart in enumerate(drawn, 1):
+        axes = figure.add_subplot(2, 2, place)
         for style, lines in (("-", chart["series"]), ("D", chart.get("marks", {}))):
             for number, points in enumerate(lines.values()):
                 if points:  # a run without them keeps its colour from others

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 Points = Sequence[tuple[float, float]]
 
 _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
-_LARGEST = 1e100  # beyond it the differences of two numbers may overflow
+LARGEST = 1e100  # beyond it sums and differences of numbers may overflow
 
 
 class Html(str):
@@ -66,17 +66,13 @@ def row(parts: Sequence[object]) -> Html:
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
     """A whole document from heading -> body, in order. A body under the heading "" stands straight below the title. A
     `live` page reloads itself."""
-    parts, style, charts, reload = [], "", "", fill("reload") if live else ""
-    for heading, content in sections.items():
-        above = f"<h2>{html(heading)}</h2>\n" if heading else ""
-        parts.append(Html(f"<section>{above}{html(content)}\n</section>"))
-    body = join(parts)
+    body = join([fill("section", heading=heading, content=content) for heading, content in sections.items()])
+    style, charts, reload = _asset("style.css"), "", fill("reload") if live else ""
     if " data-chart=" in body:
+        style = join([_asset("vendor/uPlot.min.css"), style])
         licence, uplot = _asset("vendor/uPlot.LICENSE"), _asset("vendor/uPlot.iife.min.js")
         charts = fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))
-        style = _asset("vendor/uPlot.min.css")
-    look = Html(style + _asset("style.css"))
-    return fill("page", title=title, reload=reload, style=look, body=body, charts=charts)
+    return fill("page", title=title, reload=reload, style=style, body=body, charts=charts)
 
 
 @cache
@@ -98,12 +94,8 @@ def script(name: str) -> Html:
 
 def data(name: str, value: object) -> Html:
     """Plain data for a script. Inside a script element only "<" could end it; JSON reads it back from its escape."""
-    text = _json(value).replace("<", "\\u003c")
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return Html(f'<script type="application/json" id="{html(name)}">{text}</script>')
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: str) -> Html:
@@ -150,15 +142,16 @@ def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, *, x: s
 
 def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = False) -> dict[str, Any]:
     name, points = named
-    low = 1 / _LARGEST if log_x else -_LARGEST
-    known = sorted((x, n, y if abs(y) < _LARGEST else None) for n, (x, y) in enumerate(points) if low < x < _LARGEST)
+    low = 1 / LARGEST if log_x else -LARGEST
+    known = sorted((x, n, y if abs(y) < LARGEST else None) for n, (x, y) in enumerate(points) if low < x < LARGEST)
     found = [(float(f"{x:.10g}"), None if y is None else float(f"{y:.6g}")) for x, _, y in known]
     return {"kind": kind, "colour": colour, "name": isolated(name), "points": found}
 
 
 def _chart(title: str, about: str, **chart: Any) -> Html:
     """A figure that charts.js fills when it is first seen."""
-    return fill("chart", title=title, about=about, chart=_json(chart))
+    text = json.dumps(chart, separators=(",", ":"), allow_nan=False)
+    return fill("chart", title=title, about=about, chart=text)
 
 
 def visible(text: str, kept: str = "") -> str:
@@ -171,11 +164,9 @@ def _sign(c: str) -> str:
         return _SIGNS[c]
     if c.isprintable():
         return ""
-    code = ord(c)
+    code = ord(c) - 0xDC00 if _is_byte(c) else ord(c)
     if code < 0x20:
         return chr(0x2400 + code)  # Unicode's pictures of control characters
-    if _is_byte(c):
-        code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
@@ -245,18 +236,14 @@ def _character(signs: str, start: int) -> tuple[str, int]:
 def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers: Sequence[int]) -> Html:
     """The text, where token t went through the routed layers through[t]. Depth of colour and thickness of the line
     below both say how many; the legend counts them; hovering names them."""
-    shown = enumerate(zip(pieces(tokens), through, strict=True))
-    spans = [_span(t, piece, at, len(layers)) for t, (piece, at) in shown]
+    spans = [_span(t, *each, len(layers)) for t, each in enumerate(zip(pieces(tokens), through, strict=True))]
     counts = Counter(len(at) for at in through)
     keys = []
     for n in range(len(layers) + 1):
         name = count(n, "routed layer") if n else "no routed layer"
         swatch = f'<span class="token" style="--share:{n / max(1, len(layers)):.3g}">&nbsp;abc&nbsp;</span>'
         keys.append(f"<li>{swatch} {name}: {counts[n]:,} of {count(len(tokens), 'token')}</li>")
-    return Html(
-        f'<pre class="long" tabindex="0" role="region" aria-label="The text">{"".join(spans)}</pre>\n'
-        f'<ul class="legend">{"".join(keys)}</ul>'
-    )
+    return fill("text", text=Html("".join(spans)), keys=Html("".join(keys)))
 
 
 def _span(number: int, piece: Piece, at: Sequence[int], most: int) -> str:

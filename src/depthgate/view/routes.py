@@ -69,11 +69,6 @@ class ExpertLayer:
         return list(self.bars.values())[: self.experts]
 
     @property
-    def null_share(self) -> float:
-        """Share of all choices that compute nothing."""
-        return self.bars.get("null", 0.0)
-
-    @property
     def effective(self) -> float:
         """Number of equally used experts that would be as spread as these: exp of the entropy of their load."""
         load = [share for share in self.load if share > 0]
@@ -87,7 +82,7 @@ class SlotLayer:
     number: int
     slots: int  # of each expert
     into: list[list[float]]  # (E * C, T) how much of each token a slot holds: each row sums to one
-    load: list[float]  # each expert's part in the tokens' results, the mean over tokens
+    bars: dict[str, float]  # each expert's part in the tokens' results, the mean over tokens
 
 
 @dataclass(frozen=True)
@@ -132,11 +127,6 @@ class Decisions:
     def numbers(self) -> list[int]:
         """The numbers of the routed layers."""
         return [layer.number for layer in self.layers]
-
-    @property
-    def depths(self) -> list[int]:
-        """Number of layers that computed each token."""
-        return [self.depth - len(self.layers) + len(layers) for layers in self.through]
 
 
 def held_out_tokens(documents: Documents, most: int) -> list[int]:
@@ -205,7 +195,10 @@ def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Gr
     experts, slots, routed = [], [], {}
     for number, plan in enumerate(plans, 1):
         if isinstance(plan, Soft):
-            slots.append(_slot_layer(number, plan, row))
+            back = plan.back[row].sum(-1)  # (T, E)
+            load = (back if plan.valid is None else back[plan.valid[row]]).mean(0).tolist()
+            bars = {str(expert): share for expert, share in enumerate(load)}
+            slots.append(SlotLayer(number, plan.into.shape[-1], plan.into[row].flatten(1).mT.tolist(), bars))
         elif isinstance(plan, Groups) or plan.tokens.shape[1] > 1:
             many = plan.ends.shape[0] if isinstance(plan, Groups) else plan.tokens.shape[1]
             experts.append(ExpertLayer(number, many, plan.scores.shape[-1] - many, _choices(plan, row)))
@@ -217,10 +210,3 @@ def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Gr
     same = list(routed.values())
     found.add(tokens or list(map(str, range(length))), [math.nan] * length, same, same, row)
     return found
-
-
-def _slot_layer(number: int, plan: Soft, row: int) -> SlotLayer:
-    into, back = plan.into[row].detach().flatten(1).mT, plan.back[row].detach().sum(-1)
-    if plan.valid is not None:
-        back = back[plan.valid[row]]
-    return SlotLayer(number, plan.into.shape[-1], into.tolist(), back.mean(0).tolist())

@@ -17,14 +17,12 @@ _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many
 
 def text_page(title: str, about: object, found: Decisions) -> Html:
     """The page of a text: which tokens went deep, layer by layer."""
+    text = {"": about, "The text, by depth": pages.routed_text(found.tokens, found.through, found.numbers)}
     if found.layers:
-        text = {"The text, by depth": pages.routed_text(found.tokens, found.through, found.numbers)}
-        rest = {"Which tokens go deep": _deep(found)}
+        deep = {"Which tokens go deep": _deep(found)}
     else:
-        plain = "".join(piece.text for piece in pieces(found.tokens))
-        text = {"The text": pages.preformatted(visible(plain, kept=" \n"))}
-        rest = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
-    return pages.page(title, {"": about} | text | _routing(found) | rest | _experts(found, found.tokens, None))
+        deep = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
+    return pages.page(title, text | _routing(found) | deep | _experts(found, found.tokens, None))
 
 
 def plans_page(found: Decisions, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
@@ -71,12 +69,8 @@ def _packed(row: Sequence[float]) -> list[int | None]:
     return [round(x * 10_000) if math.isfinite(x) else None for x in row]
 
 
-def _finite(values: Sequence[float]) -> list[float]:
-    return [x for x in values if math.isfinite(x)]
-
-
 def _mean(values: Sequence[float]) -> str:
-    known = _finite(values)
+    known = [x for x in values if math.isfinite(x)]
     return f"{fmean(known):.3f}" if known else "-"
 
 
@@ -97,8 +91,10 @@ def _layers(found: Decisions) -> Html:
 def _histograms(found: Decisions) -> Html:
     drawn = []
     for layer in found.layers:
-        if scores := _finite(layer.scores):
-            counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
+        scores = torch.tensor(layer.scores, dtype=torch.float64)
+        scores = scores[scores.isfinite()]
+        if len(scores):
+            counts, edges = torch.histogram(scores, bins=24)
             bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
             about = f"How many of {count(len(scores), 'token')} have which score."
             drawn.append(pages.bar_chart(f"Layer {layer.number}", about, bars, "tokens", x="router score"))
@@ -106,7 +102,7 @@ def _histograms(found: Decisions) -> Html:
 
 
 def _deep(found: Decisions) -> Html:
-    depths = found.depths
+    depths = [found.depth - len(found.layers) + len(layers) for layers in found.through]
     by_form: dict[str, list[int]] = defaultdict(list)
     for token, depth in zip(found.tokens, depths, strict=True):
         by_form[token].append(depth)
@@ -115,17 +111,21 @@ def _deep(found: Decisions) -> Html:
     lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
     about = "The ten deepest and the ten shallowest of those that occur at least three times."
     forms = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
-    size = max(1, len(depths) // 60)
-    by_place = {"layers": [(float(i), fmean(depths[i : i + size])) for i in range(0, len(depths), size)]}
-    charts = [pages.line_chart("By position", f"Means of {count(size, 'token')}.", by_place, "token", "layers, mean")]
+    by_place = _means(list(enumerate(depths)), 60)
+    charts = [pages.line_chart("By position", "Means of tokens next to each other.", by_place, "token", "layers, mean")]
     losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
     if len(losses) >= 20:
-        part = -(-len(losses) // 20)
-        groups = [losses[i : i + part] for i in range(0, len(losses), part)]
-        by_loss = {"layers": [(fmean(x for x, _ in group), fmean(d for _, d in group)) for group in groups]}
         about = "How many layers computed a token, by how hard it was to predict: groups of equal size."
+        by_loss = _means(losses, 20)
         charts.append(pages.line_chart("By loss", about, by_loss, "loss of the token, nats", "layers, mean"))
     return pages.join([*forms, pages.row(charts)])
+
+
+def _means(points: Sequence[tuple[float, int]], groups: int) -> dict[str, list[tuple[float, float]]]:
+    """The means of as many groups of points that follow each other."""
+    size = -(-len(points) // groups)
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return {"layers": [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]}
 
 
 def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) -> Html:
@@ -137,7 +137,7 @@ def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) 
             rows.append([layer.number, "no token came", layer.experts, *["-"] * (len(heads) - 3)])
             continue
         busy = (f"{max(layer.load):.1%}", f"{min(layer.load):.1%}", f"{layer.effective:.1f} experts")
-        null = f"{layer.null_share:.1%}" if layer.null_experts else "no null experts"
+        null = f"{layer.bars['null']:.1%}" if layer.null_experts else "no null experts"
         rows.append([layer.number, f"{layer.used:,}", layer.experts, *busy, null])
         even = 1 / (layer.experts + layer.null_experts)
         charts.append(_load(layer.number, pages.fill("about_load"), layer.bars, "share of the choices", even))
@@ -170,8 +170,7 @@ def _expert_tokens(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
 def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None) -> Html:
     """Load of the experts, and a map for each slot."""
     about = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
-    bars = [{str(expert): share for expert, share in enumerate(layer.load)} for layer in layers]
-    charts = [_load(layer.number, about, bar, "share", 1 / len(bar)) for layer, bar in zip(layers, bars, strict=True)]
+    charts = [_load(layer.number, about, layer.bars, "share", 1 / len(layer.bars)) for layer in layers]
     parts: list[object] = [pages.row(charts)]
     if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
         parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
@@ -189,6 +188,6 @@ def _slot_map(layer: SlotLayer, grid: Grid | None) -> Html:
     rows, columns = grid or (1, tokens)
     what, each = ("token", "row") if grid is None else ("patch", "map")
     into = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in layer.into]
-    value = {"rows": rows, "columns": columns, "slots": layer.slots, "what": what, "into": into}
-    shape = {"slots": many, "rows": rows, "columns": columns, "cells": many * tokens, "what": what, "each": each}
-    return pages.fill("slots", layer=layer.number, name=name, data=pages.data(name, value), **shape)
+    shape = {"rows": rows, "columns": columns, "slots": layer.slots, "what": what}
+    data, cells = pages.data(name, {**shape, "into": into}), many * tokens
+    return pages.fill("slots", layer=layer.number, name=name, many=many, cells=cells, each=each, data=data, **shape)

@@ -12,12 +12,11 @@ from typing import Any
 import depthgate.view.page as pages
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
-from depthgate.view.page import Html, isolated, short
+from depthgate.view.page import LARGEST, Html, Points, isolated, short
 
 METRICS, REPORT = "metrics.jsonl", "report.html"
 _CONFIGS = ("finetune.json", "config.json")  # with the first, the second is that of a Hugging Face model
 LAST = 20  # steps that the loss at the end is the mean of
-_MOST = 1e100  # sums of larger numbers overflow
 AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the largest first
     "step": ((1, "steps"),),
     "tokens": ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens")),
@@ -25,7 +24,6 @@ AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the larg
     "seconds": ((3600, "hours"), (60, "minutes"), (1, "seconds")),
 }
 Row = dict[str, Any]
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -122,17 +120,14 @@ def _read(path: Path, name: str) -> Run:
 def _row(line: bytes) -> Row | None:
     """The values of a line that a page shows; None where the line is something else."""
     try:
-        found = json.loads(line)
-        row = {axis: found[axis] for axis in AXES}
-        optional = {name: found.get(name) for name in ("loss", "tokens_per_second")}
-        shares = list(found.get("routed_share", []))
-        numbers = [*row.values(), *(value for value in optional.values() if value is not None), *shares]
-        if any(isinstance(value, bool) or not abs(value) < _MOST for value in numbers):
-            return None
-        row |= {"step": int(row["step"]), "tokens": int(row["tokens"])}
-        return {**row, **optional, "routed_share": shares, "resumed": found.get("resumed") is True}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
-        return None
+        row: Row = {"loss": None, "tokens_per_second": None, "routed_share": [], "resumed": False} | json.loads(line)
+        shares, optional = list(row["routed_share"]), (row["loss"], row["tokens_per_second"])
+        numbers = [*(row[axis] for axis in AXES), *shares, *(value for value in optional if value is not None)]
+        if all(abs(value) < LARGEST for value in numbers):
+            return row | {"step": int(row["step"]), "tokens": int(row["tokens"]), "routed_share": shares}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
 
 
 def _asked(folder: Path, notes: list[str]) -> Row:
@@ -204,10 +199,8 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
 def write_report(folder: Path, live: bool) -> None:
     """Write report.html into a run's folder; while the run is `live` the page reloads itself."""
     run = _read(folder, short(folder.absolute().name))
-    going = "The run is going on, and this page reloads itself. If it does not change any more, the run was killed."
-    state = going if live else "The run has ended."
-    written = f"Written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC. {state}"
-    replace(folder / REPORT, runs_page([run], pages.paragraph(written), live))
+    about = pages.fill("live_report" if live else "report", time=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+    replace(folder / REPORT, runs_page([run], about, live))
 
 
 def runs_page(runs: Sequence[Run], about: Html | None = None, live: bool = False) -> Html:
