@@ -10,8 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.flops import parameters, training_flops
 from depthgate.isoflop.config import VARIANTS, IsoflopConfig, parse_variant
-from depthgate.isoflop.grid import WIDTHS, Grid, Ladder, check_fits, total_flops
+from depthgate.isoflop.grid import WIDTHS, Grid, check_fits, ladder, total_flops
 from depthgate.model import Decoder
 from depthgate.routing import causal_bce
 
@@ -45,7 +46,7 @@ def test_flops_of_a_cell_are_those_that_are_counted():
                 if cell.training.model.pattern != "dense,random" and hasattr(plan, "decision"):
                     total = total + causal_bce(plan)
             total.backward()
-        assert counter.get_total_flops() / 32 == pytest.approx(cell.flops / cell.tokens)
+        assert counter.get_total_flops() / 32 == pytest.approx(cell.described()["flops_per_token"])
 
 
 def test_a_falling_capacity_is_paid_for():
@@ -64,13 +65,19 @@ def test_a_batch_of_half_the_size_takes_twice_the_steps():
 
 
 def test_a_routed_variant_is_deeper_for_about_the_same_cost():
-    dense, mod = (Ladder(parse_variant(name), 257, 256) for name in ("dense", "mod"))
+    dense, mod = (ladder(parse_variant(name), 257, 256) for name in ("dense", "mod"))
     for dim in (96, 192, 384):
-        a, b = (next((s, c) for s, c in zip(x.shapes, x.costs, strict=True) if s.dim == dim) for x in (dense, mod))
-        assert b[0].layers > a[0].layers
-        assert 0.7 < b[1] / a[1] < 1.4
-    for ladder in (dense, mod):
-        assert ladder.costs == sorted(set(ladder.costs))
+        a, b = (next(shape for shape in shapes if shape.dim == dim) for shapes in (dense, mod))
+        assert b.layers > a.layers
+        assert 0.7 < training_flops(b) / training_flops(a) < 1.4
+
+
+@pytest.mark.parametrize("name", EVERY.split(","))
+def test_cost_and_parameters_rise_along_a_ladder(name):
+    shapes = ladder(parse_variant(name), 257, 256)
+    for measure in (training_flops, parameters):
+        found = [measure(shape) for shape in shapes]
+        assert found == sorted(set(found))
 
 
 def test_heads_of_the_ladder_are_such_as_kernels_take():
@@ -78,14 +85,6 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
         shape = parse_variant("dense").shape(dim, 257, 256)
         assert (shape.dim // shape.heads) % 8 == 0
         assert shape.dim // shape.heads <= 80
-
-
-def test_neighbours_of_a_size():
-    ladder = Ladder(parse_variant("dense"), 257, 256)
-    found = ladder.around(1e6, 3, 2.0)
-    assert ladder.next(found[0], up=True) is not None
-    assert ladder.next(ladder.shapes[0], up=False) is None
-    assert ladder.shapes.index(ladder.next(found[1], up=False)) == ladder.shapes.index(found[1]) - 1
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,10 @@ def test_an_interrupted_study_ends_as_one_that_was_not(best, more_sizes, seeds, 
         count = sum(row["params"] == size for row in unbroken)
         near = abs(math.log(size / best)) - abs(math.log(lowest / best)) < 1e-3  # it was the lowest, before its seeds
         assert count in ((seeds, seeds + further) if near else (seeds,))
-    ladder = {parameters(shape): shape for shape in grid.ladders["dense"].shapes}
-    end = grid.ladders["dense"].next(ladder[lowest], up=lowest != sizes[0])
-    assert lowest not in (sizes[0], sizes[-1]) or len(sizes) == 3 + more_sizes or not trainable(grid, end)
+    ladder = grid.ladders["dense"]
+    end = [parameters(shape) for shape in ladder].index(lowest) + (-1 if lowest == sizes[0] else 1)
+    beyond = ladder[end] if 0 <= end < len(ladder) else None
+    assert lowest not in (sizes[0], sizes[-1]) or len(sizes) == 3 + more_sizes or not trainable(grid, beyond)
 
 
 def test_more_sizes_may_be_asked_for_later():

@@ -321,15 +321,15 @@ def test_rows_outlive_the_folders_of_their_cells(home, own):
     assert not list(own.glob("cells/*/config.json"))
 
 
-def test_a_folder_of_an_older_version_keeps_its_key(home, own):
-    """A key that grid.json does not have, and that was made of other options."""
+def test_a_folder_of_an_older_version_is_refused_with_a_remedy(home, own, capfd):
+    """grid.json without a key, and rows whose key was made of other options."""
     known = json.loads((own / "grid.json").read_text())
     (own / "grid.json").write_text(json.dumps({k: v for k, v in known.items() if k not in ("study", "commands")}))
-    (own / "results.jsonl").write_text((own / "results.jsonl").read_text().replace(known["study"], "0123456789abcdef"))
-    assert study(home, own) == 0
-    assert {row["study"] for row in rows(own)} == {"0123456789abcdef"}
-    (own / "results.jsonl").write_text((own / "results.jsonl").read_text().replace("0123456789abcdef", "another"))
+    before = (own / "results.jsonl").read_text().replace(known["study"], "0123456789abcdef")
+    (own / "results.jsonl").write_text(before)
     assert study(home, own) == 2
+    assert "choose another --out, or delete it" in capfd.readouterr().err
+    assert (own / "results.jsonl").read_text() == before
 
 
 def test_all_commands_of_a_study_are_told(home, own):

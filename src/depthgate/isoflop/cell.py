@@ -9,14 +9,13 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, redirect_stderr, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import replace
 from importlib import import_module
-from multiprocessing import get_context
-from multiprocessing.connection import wait
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,14 +30,12 @@ from depthgate.errors import DepthgateError
 from depthgate.files import write_json
 from depthgate.flops import forward_flops
 from depthgate.isoflop.config import IsoflopConfig
-from depthgate.isoflop.grid import Cell
+from depthgate.isoflop.grid import Cell, Row
 from depthgate.loading import load
 from depthgate.train import loop
 from depthgate.train.evaluate import measure
 
 RESULT = "result.json"
-Row = dict[str, Any]
-Outcome = tuple[Cell, Row | Exception]
 _NUMBERS = ("budget", "params", "seed", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
 
 
@@ -47,34 +44,22 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def is_row(value: object) -> bool:
-    """True if a value has everything that a report reads from a cell's row."""
-    return (
-        isinstance(value, dict)
-        and all(isinstance(value.get(name), str) for name in ("cell", "variant"))
-        and all(isinstance(value.get(name), float | int) and math.isfinite(value[name]) for name in _NUMBERS)
-    )
-
-
-def belongs(row: Row, cell: Cell) -> bool:
-    """True if a row is the result of this very cell."""
-    return all(row.get(name) == value for name, value in cell.described().items())
+def read_row(text: str, known: Mapping[str, Any], path: Path) -> Row:
+    """A row of results from JSON; an error where it lacks what a report reads, or differs from what is `known`."""
+    try:
+        row: Row = json.loads(text)
+        texts, numbers = [row[name] for name in ("cell", "variant")], [row[name] for name in _NUMBERS]
+        if known.items() <= row.items() and all(isinstance(t, str) for t in texts) and all(map(math.isfinite, numbers)):
+            return row
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise DepthgateError(f"{path} belongs to another study, or is damaged: choose another --out, or delete it")
 
 
 def finished(cell: Cell) -> Row | None:
     """The row of a cell that was run to its end."""
     path = cell.folder / RESULT
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    except ValueError:
-        found = None
-    if not is_row(found):
-        raise DepthgateError(f"{path} is damaged: delete it to have the cell measured again")
-    if not belongs(found, cell):
-        raise DepthgateError(f"{path} belongs to another study: choose another --out")
-    return dict(found)
+    return read_row(path.read_text(errors="replace"), cell.described(), path) if path.is_file() else None
 
 
 def text_file(cell: Cell, what: str) -> Path:
@@ -94,7 +79,7 @@ def run_cell(cell: Cell, config: IsoflopConfig, threads: int | None = None) -> R
                 torch.set_num_threads(threads)
                 inductor.compile_threads = threads  # cells that compile at once would each start one for every core
                 stack.enter_context(redirect_stderr(stack.enter_context(text_file(cell, "log").open("a"))))
-            row = _trained(cell, config)
+            row = {**cell.described(), **_trained(cell, config)}
     except Exception:
         error.write_text(traceback.format_exc(), encoding="utf-8")
         raise
@@ -109,6 +94,7 @@ def run_cell(cell: Cell, config: IsoflopConfig, threads: int | None = None) -> R
 
 
 def _trained(cell: Cell, config: IsoflopConfig) -> Row:
+    """Train a cell, unless that is done, and measure it."""
     training, folder = cell.training, cell.folder
     last_step = folder / f"step-{training.steps}"
     try:
@@ -124,95 +110,82 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         kept, planned = folder / f"step-{row['step']}", row["step"] % training.checkpoint_every == 0
         if kept == last_step or (config.points > 1 and planned and kept.is_dir()):
             at = (model if kept == last_step else load(kept)).to(resolve_device(training.device))
-            figures = measure(at, shards.validation, training.batch, config.measured)
-            held_out.append([row["flops"], figures["nats_per_token"]])
-    about, last, shares = machine(training.device), metrics[-1], figures["routed_share"]
+            found = measure(at, shards.validation, training.batch, config.measured)
+            held_out.append([row["flops"], found["nats_per_token"]])
+    about, last, shares = machine(training.device), metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
     return {
-        **cell.described(),
-        "loss": figures["nats_per_token_top_k"],
-        "loss_causal": figures["nats_per_token"],
-        "bits_per_byte": figures["bits_per_byte"],
-        "held_out": held_out,
-        "train_loss": last["loss"],
-        "flops": last["flops"],
-        "passes": cell.tokens / len(shards.train),
+        **{"loss": found["nats_per_token_top_k"], "loss_causal": found["nats_per_token"]},
+        **{"bits_per_byte": found["bits_per_byte"], "held_out": held_out, "train_loss": last["loss"]},
+        **{"flops": last["flops"], "passes": last["tokens"] / len(shards.train)},
         "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken)),
-        "seconds": last["seconds"],
-        "routed_share": shares,
-        "agreement": figures["agreement"],
-        "measured_tokens": figures["tokens"],
-        "device": training.device,
+        **{"seconds": last["seconds"], "routed_share": shares, "agreement": found["agreement"]},
+        **{"measured_tokens": found["tokens"], "device": training.device},
         "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
     }
 
 
-def parallel(config: IsoflopConfig, device: str) -> int:
-    """Number of cells that run at once on this machine. Small models are fastest on a processor core each."""
-    return config.parallel or (1 if device == "cuda" else len(os.sched_getaffinity(0)))
+def launch(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[tuple[Cell, Row | Exception]]:
+    """Run cells; yield each with its row, or with its error: the other cells are worth having."""
+    if config.launcher == "local" and at_once == 1:
+        for cell in cells:
+            say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
+            try:
+                yield cell, run_cell(cell, config)
+            except Exception as error:
+                yield cell, error
+        return
+    start = {"local": _processes, "ray": _ray, "submitit": _submitit}[config.launcher]
+    with start(cells, config, at_once) as futures:
+        cell_of = dict(zip(futures, cells, strict=True))
+        for future in as_completed(futures):
+            try:
+                yield cell_of[future], future.result()
+            except Exception as error:
+                yield cell_of[future], error
 
 
-def launch(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[Outcome]:
-    """Run cells; yield each with its row, or with its error."""
-    if config.launcher == "ray":
-        return _ray(cells, config)
-    if config.launcher == "submitit":
-        return _submitit(cells, config)
-    return _processes(cells, config, at_once) if at_once > 1 else _one_by_one(cells, config)
-
-
-def _outcome(result: Callable[..., Row], *args: Any) -> Row | Exception:
-    """A result, or the error in its place: the other cells are worth having."""
-    try:
-        return result(*args)
-    except Exception as error:
-        return error
-
-
-def _one_by_one(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
-    for cell in cells:
-        say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
-        yield cell, _outcome(run_cell, cell, config)
-
-
-def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[Outcome]:
-    """A process for each cell, so that one that dies harms no other."""
-    context = get_context("forkserver")
+@contextmanager
+def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[list[Future[Row]]]:
+    """A process for each cell, so that one that dies harms no other, and a thread that waits for it."""
+    context, stopping = get_context("forkserver"), threading.Event()
     context.set_forkserver_preload(["depthgate.isoflop.cell"])  # torch is loaded once
     threads = max(1, len(os.sched_getaffinity(0)) // at_once)
-    waiting, running = list(cells), dict[Any, tuple[Any, Cell]]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < at_once:
-                cell = waiting.pop(0)
-                process = context.Process(target=_in_process, args=(cell, config, threads, os.getpid()))
-                process.start()
-                running[process.sentinel] = process, cell
-            for sentinel in wait(list(running)):
-                process, cell = running.pop(sentinel)
-                process.join()
-                if process.exitcode == 130:
-                    raise KeyboardInterrupt
-                yield cell, _outcome(_left_behind, cell, process.exitcode)
-    finally:
-        for process, _ in running.values():
-            process.terminate()  # each saves where it is, if it has anything to save
-        for process, _ in running.values():
+
+    def run(cell: Cell) -> Row:
+        process = context.Process(target=_in_process, args=(cell, config, threads))
+        process.start()
+        while process.is_alive() and not stopping.is_set():
+            process.join(0.2)
+        if process.is_alive():
+            process.terminate()  # it saves where it is, if it has anything to save
             process.join(60)
             process.kill()
+        if process.exitcode == 130:
+            raise KeyboardInterrupt
+        if process.exitcode == 0 and (row := finished(cell)):
+            return row
+        lines = text_file(cell, "error").read_text().strip().splitlines() if process.exitcode == 1 else []
+        died = f"its process died (exit code {process.exitcode}): it may need more memory"
+        raise DepthgateError(lines[-1] if lines else died)
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        yield [pool.submit(run, cell) for cell in cells]
+    finally:
+        stopping.set()
+        pool.shutdown(cancel_futures=True)
 
 
-def _in_process(cell: Cell, config: IsoflopConfig, threads: int, study: int) -> None:
+def _in_process(cell: Cell, config: IsoflopConfig, threads: int) -> None:
     """Run a cell as all that a process does: its exit code and the cell's files tell the rest. It saves and stops when
     the process of the study is gone."""
 
     def watch() -> None:
-        with suppress(ProcessLookupError):
-            while True:
-                os.kill(study, 0)
-                time.sleep(1.0)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if study := parent_process():
+            study.join()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True).start()
     try:
@@ -223,14 +196,6 @@ def _in_process(cell: Cell, config: IsoflopConfig, threads: int, study: int) -> 
         os._exit(1)
 
 
-def _left_behind(cell: Cell, code: int | None) -> Row:
-    """The row that a process wrote, or its error."""
-    if code == 0 and (row := finished(cell)):
-        return row
-    lines = text_file(cell, "error").read_text(encoding="utf-8").strip().splitlines() if code == 1 else []
-    raise DepthgateError(lines[-1] if lines else f"its process died (exit code {code}): it may need more memory")
-
-
 def _installed(launcher: str, extra: str) -> Any:
     try:
         return import_module(launcher)
@@ -239,7 +204,8 @@ def _installed(launcher: str, extra: str) -> Any:
         raise DepthgateError(f"launcher is {launcher!r}, which is not installed: {how}") from None
 
 
-def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
+@contextmanager
+def _ray(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[Future[Row]]]:
     ray = _installed("ray", "ray")
     ours = not ray.is_initialized()
     if ours:
@@ -249,31 +215,28 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
         if need > resources.get(have, 0):
             raise DepthgateError(f"{name} is {need:g}, but Ray has {resources.get(have, 0):g} in all: ask for less")
     task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(run_cell)
-    running = {task.remote(cell, config, config.cpus): cell for cell in cells}
+    running = [task.remote(cell, config, config.cpus) for cell in cells]
     try:
-        while running:
-            (done,), _ = ray.wait(list(running), num_returns=1)
-            yield running.pop(done), _outcome(ray.get, done)
+        yield [each.future() for each in running]
     finally:
-        for future in running:
-            ray.cancel(future, force=True)
+        for each in running:
+            ray.cancel(each, force=True)
         if ours:
             ray.shutdown()
 
 
-def _submitit(cells: Sequence[Cell], config: IsoflopConfig) -> Iterator[Outcome]:
-    submitit = _installed("submitit", "sweep")
-    executor = submitit.AutoExecutor(folder=Path(config.out).absolute() / "jobs")
+@contextmanager
+def _submitit(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[Future[Row]]]:
+    executor = _installed("submitit", "sweep").AutoExecutor(folder=Path(config.out).absolute() / "jobs")
     resources = {"cpus_per_task": config.cpus, "gpus_per_node": int(config.gpus)}
     executor.update_parameters(name="depthgate", timeout_min=config.minutes, **resources)
     with executor.batch():
         jobs = [executor.submit(run_cell, cell, config, config.cpus) for cell in cells]
-    running = dict(zip(jobs, cells, strict=True))
+    pool = ThreadPoolExecutor(len(jobs))
     try:
-        while running:
-            for job in [job for job in running if job.done()]:
-                yield running.pop(job), _outcome(job.result)
-            time.sleep(0.5)
+        yield [pool.submit(job.result) for job in jobs]
     finally:
-        for job in running:
-            job.cancel()
+        for job in jobs:
+            if not job.done():
+                job.cancel()
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -5,6 +5,7 @@ import json
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
@@ -68,15 +69,13 @@ def parse_variant(text: str) -> Variant:
     model = dict(VARIANTS[name] if name in VARIANTS else vars(train_config(name).model))
     training: dict[str, Any] = {}
     places = {f.name: (training, f) for f in fields(TrainConfig)} | {f.name: (model, f) for f in fields(ModelConfig)}
-    given = [option.partition("=") for option in options]
-    for key, equals, text_value in given:
-        if not equals or key not in places or key in _FIXED:
-            raise InvalidValueError(
-                f"variants has {text!r}: {key!r} is not an option that a variant can set, such as capacity=0.25"
-            )
-        if [name for name, _, _ in given].count(key) > 1:
-            raise InvalidValueError(f"variants has {text!r}: {key} stands twice, give it once")
-        value: Any = text_value.replace("+", ",")
+    keys = [each.partition("=")[0] for each in options]
+    for key, equals, given in (each.partition("=") for each in options):
+        why = "is not an option that a variant can set, such as capacity=0.25"
+        if not equals or key not in places or key in _FIXED or keys.count(key) > 1:
+            why = "stands twice, give it once" if keys.count(key) > 1 else why
+            raise InvalidValueError(f"variants has {text!r}: {key} {why}")
+        value: Any = given.replace("+", ",")
         with suppress(ValueError):
             value = json.loads(value)  # a number, true or false
         place, option = places[key]
@@ -94,61 +93,42 @@ class IsoflopConfig(Options):
     data: str = option("stdlib", "text, as for depthgate train")
     out: str = option("runs/isoflop", "folder of the study: every cell's run, results.jsonl, results.csv, report.html")
     budgets: str | float = option("1e12,2e12", "training FLOPs, separated by commas")
-    sizes: int = count(
-        5,
-        "models of each variant at each budget; a minimum needs three, one is enough to try many variants",
-        maximum=99,
-    )
+    sizes: int = count(5, "models of each variant at each budget; a minimum needs three", maximum=99)
     variants: str = option(
         "dense,mod",
-        "dense, mod, mode, moe or random, separated by commas; each may set options of the model and of its training, "
-        "such as mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size",
+        "dense, mod, mode, moe or random, with options of model and training, such as "
+        "mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size",
     )
     seeds: int = count(1, "seeds of every cell", maximum=99)
     seed: int = count(0, "the first of them", minimum=0)
-    seeds_at_minimum: int | None = count(
-        None, "seeds of each variant's best size; as many as seeds unless given", maximum=99
-    )
-    more_sizes: int = count(
-        0,
-        "sizes that may be added to a variant's curve until its minimum has higher losses on both sides",
-        minimum=0,
-        maximum=99,
-    )
+    seeds_at_minimum: int | None = count(None, "seeds of each variant's best size; seeds unless given", maximum=99)
+    more_sizes: int = count(0, "sizes that may be added to a curve until its minimum is inside it", 0, 99)
     validation: str | None = option(None, "text to measure on; a share of the data is held out unless given")
     tokenizer: str = option("bytes", "bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer")
     vocab: int | None = option(None, "size of a bpe tokenizer")
-    context: int | None = count(
-        None, "tokens of a sequence; 256, or 1024 if a budget is 1e14 or more", minimum=8, maximum=2**20
-    )
+    context: int | None = count(None, "tokens of a sequence; 256, or 1024 if a budget is 1e14 or more", 8, 2**20)
     batch: int | None = count(None, "sequences of a step; unless given, more the larger the budget", maximum=2**16)
     center: float = number(1.0, "[0.001, 1000]", "FLOPs per token of the middle size over those expected to be best")
     spread: float = number(2.0, "[1.2, 100]", "FLOPs per token of a size over those of the next smaller one")
-    lr: float | None = number(
-        None, "(0, inf)", "learning rate of all cells, instead of the rule that gives each width and budget its own"
-    )
-    lr_sweep: bool = option(
-        False, "first find a learning rate for each variant and width by trying five at the smallest budget"
-    )
+    lr: float | None = number(None, "(0, inf)", "learning rate of all cells, instead of one by width and budget")
+    lr_sweep: bool = option(False, "first find learning rates for each variant, by trying some at the smallest budget")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
     launcher: str = choice("local", ("local", "ray", "submitit"), "local, ray or submitit")
-    parallel: int | None = count(
-        None, "cells at the same time, with launcher local; unless given, one a core, or one on a GPU", maximum=256
-    )
+    parallel: int | None = count(None, "cells at once, with launcher local; one a core, or one on a GPU", maximum=256)
     cpus: int = count(1, "processor cores of a cell, for ray and submitit", maximum=1024)
     gpus: float = number(0.0, "[0, 1024]", "GPUs of a cell, for ray and submitit; may be a fraction with ray")
     minutes: int = count(240, "longest time of a cell, for submitit", maximum=10**6)
     measured: int = count(2**17, "held-out tokens that losses are measured on, about", maximum=2**40)
     points: int = count(1, "checkpoints of each cell that are measured, evenly spread and the last", maximum=99)
     samples: int = count(0, "tokens to sample from each variant's best model", minimum=0, maximum=2**16)
-    extend: bool = option(
-        False, "go on with a study made for other budgets, sizes (also center and spread), variants or seeds"
-    )
+    extend: bool = option(False, "go on with a study of other budgets, sizes (center, spread), variants or seeds")
     dry_run: bool = switch("print the grid, and train nothing")
 
     def check_together(self) -> None:
-        assert self.budget_list
-        assert self.variant_list
+        if len(set(self.budget_list)) < len(self.budget_list):
+            raise InvalidValueError(f"budgets is {self.budgets!r}: one stands twice")
+        if len({variant.name for variant in self.variant_list}) < len(self.variant_list):
+            raise InvalidValueError(f"variants is {self.variants!r}: one stands twice")
         if self.seeds_at_minimum is not None:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
         if self.lr is not None and self.lr_sweep:
@@ -159,26 +139,19 @@ class IsoflopConfig(Options):
             raise InvalidValueError(f"device is cuda and gpus is 0: give --gpus 1 with --launcher {self.launcher}")
         check_vocab(self.tokenizer, self.vocab)
 
-    @property
+    @cached_property
     def budget_list(self) -> list[float]:
         """`budgets` as numbers, ascending."""
         try:
-            found = [float(part) for part in str(self.budgets).split(",")]
+            found = sorted(float(part) for part in str(self.budgets).split(","))
         except ValueError:
             raise InvalidValueError(f"budgets is {self.budgets!r}: give FLOPs, such as 3e15,1e16") from None
-        for budget in found:
-            check_number(budget, "budgets", "(0, inf)")
-        if len(set(found)) < len(found):
-            raise InvalidValueError(f"budgets is {self.budgets!r}: one stands twice")
-        return sorted(found)
+        return [check_number(budget, "budgets", "(0, inf)") for budget in found]
 
-    @property
+    @cached_property
     def variant_list(self) -> list[Variant]:
         """`variants`, each with its options."""
-        found = [parse_variant(part.strip()) for part in str(self.variants).split(",")]
-        if len({variant.name for variant in found}) < len(found):
-            raise InvalidValueError(f"variants is {self.variants!r}: one stands twice")
-        return found
+        return [parse_variant(part.strip()) for part in str(self.variants).split(",")]
 
     @property
     def tokens_in_sequence(self) -> int:

@@ -10,22 +10,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from depthgate.console import print_table
+from depthgate.device import interleaved
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
+from depthgate.flops import training_flops
 from depthgate.generation.engine import generate
 from depthgate.isoflop.fit import Curve, Interval, Verdict, baseline, verdicts
-from depthgate.isoflop.grid import CELLS
-from depthgate.isoflop.study import Study, duration, known_speeds, probe_speeds, seconds
+from depthgate.isoflop.grid import CELLS, Row
+from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import held_out, load
+from depthgate.model import Decoder
 from depthgate.view import page as pages
-from depthgate.view.figures import figure_bytes, new_figure
+from depthgate.view.figures import new_figure, save
 from depthgate.view.page import Html, line_chart, routed_text, visible
 from depthgate.view.routes import held_out_tokens, read
 from depthgate.view.runs import curve as metric_curve
 from depthgate.view.runs import read_runs
 
-Row = Mapping[str, Any]
 TITLE = "depthgate isoflop: models at equal training FLOPs"
 _LOSS = "causal loss, nats per token"
 _NOTE = (
@@ -38,15 +42,19 @@ _FITTED = (
     "Best loss and parameters: the lowest point of the fitted curve; best size: the lowest mean loss of one. Intervals "
     "are of 95%, by a bootstrap of the residuals of each curve."
 )
-_SHAPE = ("variant", "budget", "layers", "dim", "params", "flops_per_token", "tokens", "steps", "lr")
-_CELL = (*_SHAPE, "seed", "loss_causal", "loss", "bits_per_byte", "flops", "routed_share", "seconds")
-_BEST = (
-    *("variant", "budget", "best_loss", "loss_interval", "lowest", "params", "params_interval"),
-    *("forward_flops_per_token", "open_because"),
-)
-_HEADINGS = {
-    **{"params": "parameters", "dim": "width", "loss_causal": "causal loss", "loss": "top-k loss"},
-    **{"routed_share": "routed", "lowest": "best size", "params_interval": "interval", "loss_interval": "interval "},
+# Columns of the tables: heading -> name in a row.
+_SHAPE = {
+    **{"variant": "variant", "budget": "budget", "layers": "layers", "width": "dim", "parameters": "params"},
+    **{"FLOPs per token": "flops_per_token", "tokens": "tokens", "steps": "steps", "lr": "lr"},
+}
+_CELL = {
+    **{**_SHAPE, "seed": "seed", "causal loss": "loss_causal", "top-k loss": "loss", "bits per byte": "bits_per_byte"},
+    **{"FLOPs": "flops", "routed": "routed_share", "seconds": "seconds"},
+}
+_BEST = {
+    **{"variant": "variant", "budget": "budget", "best loss": "loss", "its interval": "loss_interval"},
+    **{"best size": "lowest", "parameters": "params", "their interval": "params_interval"},
+    **{"forward FLOPs per token": "forward_flops_per_token", "open because": "open_because"},
 }
 _SHOWN = 768  # tokens of the coloured text
 _PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue
@@ -68,48 +76,48 @@ def _shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}".replace("e+", "e")
 
 
-def _table(rows: Sequence[Row], columns: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines."""
-    headings = [_HEADINGS.get(name, name.replace("_", " ").replace("flops", "FLOPs")) for name in columns]
-    return headings, [[_shown(row[name]) for name in columns] for row in rows]
-
-
-def _side_by_side(headings: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
-    """The same table with a column for each line, named by its first cell."""
-    turned = [list(line) for line in zip(headings, *lines, strict=True)]
-    return ["", *turned[0][1:]], turned[1:]
-
-
-def _best_table(curves: Sequence[Curve]) -> tuple[list[str], list[list[str]]]:
-    return _table([{**found, "best_loss": found["loss"]} for found in map(_summary, curves)], _BEST)
+def _table(rows: Sequence[Row], columns: Mapping[str, str], turned: bool = False) -> tuple[list[str], list[list[str]]]:
+    """Headings and lines; `turned`, a column for each row."""
+    lines = [list(columns), *([_shown(row[name]) for name in columns.values()] for row in rows)]
+    first, *others = [list(line) for line in zip(*lines, strict=True)] if turned else lines
+    return ["", *first[1:]] if turned else first, others
 
 
 def print_grid(study: Study, as_json: bool) -> None:
     """Print the cells that the study would run, and how long they would take."""
     config, cells = study.config, study.cells
-    speeds = known_speeds(study.rows, study.device) or probe_speeds(cells, study.device)
-    times, flops = [seconds(cell, speeds) for cell in cells], sum(cell.flops for cell in cells)
-    rows = [{**cell.described(), "estimated_seconds": _json_number(s)} for cell, s in zip(cells, times, strict=True)]
+    rate, flops = _speed(study), sum(cell.flops for cell in cells)
+    rows = [{**cell.described(), "estimated_seconds": _finite(cell.flops / rate)} for cell in cells]
     if as_json:
-        print(json.dumps({"cells": rows, "flops": flops, "estimated_seconds": _json_number(sum(times))}))
+        print(json.dumps({"cells": rows, "flops": flops, "estimated_seconds": _finite(flops / rate)}))
         return
-    timed = [{**row, "time": duration(s)} for row, s in zip(rows, times, strict=True)]
-    print_table(*_table(timed, (*_SHAPE, "time")), f"{len(cells)} cells, {short_flops(flops)} FLOPs")
-    print(f"one after another: {duration(sum(times))}, about; nothing was trained")
-    sweep = "a sweep of learning rates at the smallest budget, which replaces those above (10 to 18 for each variant)"
-    more = {
-        sweep: config.lr_sweep,
-        f"sizes beyond open ends (up to {config.more_sizes} for each curve)": config.more_sizes,
-        f"seeds of each minimum (up to {config.seeds_at_minimum})": config.seeds_at_minimum,
-    }
-    if asked := [what for what, wanted in more.items() if wanted]:
-        print(f"more cells may come: {'; '.join(asked)}")
+    columns = {**_SHAPE, "seconds, about": "estimated_seconds"}
+    print_table(*_table(rows, columns), f"{len(cells)} cells, {short_flops(flops)} FLOPs")
+    print(f"one after another: {duration(flops / rate)}, about; nothing was trained")
+    if config.lr_sweep:
+        print("first, a sweep of learning rates at the smallest budget: 10 to 18 cells of each variant")
+    if config.more_sizes:
+        print(f"more cells may come: sizes beyond open ends, up to {config.more_sizes} for each curve")
+    if config.seeds_at_minimum:
+        print(f"more cells may come: seeds of each minimum, up to {config.seeds_at_minimum}")
+
+
+def _speed(study: Study) -> float:
+    """FLOPs per second: of the finished cells, else of a few steps of the middle model; nan if its device is away."""
+    known = speed([row for row in study.rows if row["device"] == study.device])
+    if not math.isnan(known) or (study.device == "cuda" and not torch.cuda.is_available()):
+        return known
+    model = study.cells[len(study.cells) // 2].training.model
+    net = Decoder(model).to(study.device)
+    tokens = torch.randint(model.vocab, (1, model.context), device=study.device)
+    step = {"step": lambda: torch.autograd.backward(net.loss(tokens, tokens)[0])}
+    return training_flops(model) * model.context / min(interleaved(step, 3, 1, study.device)["step"])
 
 
 def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = None) -> None:
     """Write all files of the report, and print the findings. `lead`: the beginning of the page."""
     out, rows, curves = study.out, study.rows, study.curves
-    found = verdicts(curves)
+    found, best = verdicts(curves), [_summary(curve) for curve in curves]
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
     sentences = compared(curves) if one_size else [in_words(v) for v in found] or [no_verdict(curves)]
     with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
@@ -118,23 +126,19 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         writer.writeheader()
         writer.writerows(rows)
     strong = [Html(f"<p><strong>{pages.html(sentence)}</strong></p>") for sentence in sentences]
-    table = _side_by_side(*_table(rows, _CELL)) if one_size else _table(rows, _CELL)
+    table = _table(rows, _CELL, turned=one_size)
     cells = pages.table(*table, _NOTE)
     sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *strong])}
-    sections |= {"Results": cells} if one_size else _fitted(curves)
+    sections |= {"Results": cells} if one_size else _fitted(curves, best)
     sections |= _trained(study) | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
     replace(out / "report.html", pages.page(title, sections))
     pictures = [] if one_size else _pictures(out, curves)
     if as_json:
-        best = [_summary(curve) for curve in curves]
-        told = [{name: _json_number(value) for name, value in asdict(v).items()} for v in found]
+        told = [{name: _finite(value) for name, value in asdict(v).items()} for v in found]
         report = {"cells": len(rows), "best": best, "verdicts": told, "rows": rows}
         print(json.dumps({**report, "report": str(out / "report.html")}))
         return
-    if one_size:
-        print_table(*table)
-    else:
-        print_table(*_best_table(curves), "The best of each variant")
+    print_table(*(table if one_size else _table(best, _BEST)))
     print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
 
 
@@ -143,11 +147,12 @@ def compared(curves: Sequence[Curve]) -> list[str]:
     found = []
     for budget in sorted({curve.budget for curve in curves}):
         best, *others = sorted((c for c in curves if c.budget == budget), key=lambda c: c.loss)
+        losses = [f"{each.loss:.3f}" for each in others]
         said = f"{best.variant} has the lowest causal loss: {best.loss:.3f}"
-        if others and f"{best.loss:.3f}" == f"{others[0].loss:.3f}":
-            said = f"{best.variant} and {others[0].variant} have the same causal loss: {best.loss:.3f}"
-        elif others:
-            said += f" against {' and '.join(f'{each.loss:.3f}' for each in others)}"
+        if losses and losses[0] == f"{best.loss:.3f}":
+            said = f"{best.variant} and {others[0].variant} have the same causal loss: {losses[0]}"
+        elif losses:
+            said += f" against {' and '.join(losses)}"
         found.append(f"At {short_flops(budget)} FLOPs {said} nats per token.")
     return found
 
@@ -157,23 +162,21 @@ def in_words(verdict: Verdict) -> str:
     start = f"{verdict.variant} against dense at {short_flops(verdict.budget)} FLOPs"
     if verdict.refused:
         return f"{start}: no verdict, {verdict.refused}."
-    lower = "lower" if verdict.gain >= 0 else "higher"
-    parts, about = [f"best loss {abs(verdict.gain):.2%} {lower}{_between(verdict.gain_interval, 'gain', '.2%')}"], ""
-    if verdict.gain_interval is None:
+    lower, sure = "lower" if verdict.gain >= 0 else "higher", verdict.gain_interval
+    gain = f"{start}: best loss {abs(verdict.gain):.2%} {lower}{_between(sure, 'gain', '.2%')}"
+    if sure and sure[0] <= 0 <= sure[1]:
+        return f"{gain}: the difference is not significant."
+    parts, about = [gain], "" if sure else "as an estimate alone, "
+    if not sure:
         parts.append(f"no interval: {verdict.no_interval}")
-        about = "as an estimate alone, "
-    elif verdict.gain_interval[0] <= 0 <= verdict.gain_interval[1]:
-        return f"{start}: {parts[0]}: the difference is not significant."
-    if math.isfinite(verdict.forward_saving):
-        less = _fewer(verdict.forward_saving, verdict.forward_interval)
+    if less := _fewer(verdict.forward_saving, verdict.forward_interval):
         parts.append(f"{about}a forward pass of its smallest model with dense's best loss takes {less}")
     else:
         parts.append("no size of it reaches dense's best loss")
-    if math.isfinite(verdict.training_saving):
-        less = _fewer(verdict.training_saving, verdict.training_interval)
+    if less := _fewer(verdict.training_saving, verdict.training_interval):
         beyond = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
         parts.append(f"{about}to reach dense's best loss, training takes {less}{beyond}")
-    return f"{start}: {'; '.join(parts)}."
+    return f"{'; '.join(parts)}."
 
 
 def no_verdict(curves: Sequence[Curve]) -> str:
@@ -182,30 +185,33 @@ def no_verdict(curves: Sequence[Curve]) -> str:
 
 
 def _fewer(saving: float, found: Interval) -> str:
-    return f"{abs(saving):.0%} {'fewer' if saving >= 0 else 'more'} FLOPs{_between(found, 'saving', '.0%')}"
+    """A saving in words; nothing where there is none."""
+    said = f"{abs(saving):.0%} {'fewer' if saving >= 0 else 'more'} FLOPs{_between(found, 'saving', '.0%')}"
+    return said if math.isfinite(saving) else ""
 
 
 def _between(found: Interval, what: str, form: str) -> str:
     return "" if found is None else f" ({what} {found[0]:{form}} to {found[1]:{form}})"
 
 
-def _json_number(value: Any) -> Any:
+def _finite(value: Any) -> Any:
     """A value that JSON can hold: None for nan and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _summary(curve: Curve) -> dict[str, Any]:
+def _summary(curve: Curve) -> Row:
     names = ("budget", "variant", "lowest", "loss", "loss_interval", "params", "params_interval", "bracketed")
     found = {name: getattr(curve, name) for name in (*names, "open_because", "no_interval")}
-    found["forward_flops_per_token"] = curve.forward_flops(curve.params)
+    size = torch.tensor([curve.params], dtype=torch.float64)
+    found["forward_flops_per_token"] = float(curve.forward_flops(size.log()))
     return found if curve.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
 
 
-def _fitted(curves: Sequence[Curve]) -> dict[str, object]:
+def _fitted(curves: Sequence[Curve], best: Sequence[Row]) -> dict[str, object]:
     """The sections with fitted curves."""
     sections: dict[str, object] = {
         "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
-        "The best of each variant": pages.table(*_best_table(curves), f"{_NOTE} {_FITTED}"),
+        "The best of each variant": pages.table(*_table(best, _BEST), f"{_NOTE} {_FITTED}"),
     }
     names = dict.fromkeys(curve.variant for curve in curves)
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
@@ -216,16 +222,9 @@ def _fitted(curves: Sequence[Curve]) -> dict[str, object]:
     return sections
 
 
-def _along(curve: Curve) -> list[tuple[float, float]]:
-    """Points of the fitted parabola, from the smallest size to the largest."""
-    low, high = curve.costs[0][0], curve.costs[-1][0]
-    sizes = [low * (high / low) ** (i / 40) for i in range(41)]
-    return [(size, curve.best(size)) for size in sizes] if curve.best else []
-
-
 def _chart(budget: float, curves: Sequence[Curve]) -> Html:
     mine = [curve for curve in curves if curve.budget == budget]
-    lines = {c.variant: [(size / 1e6, loss) for size, loss in _along(c)] for c in mine}
+    lines = {c.variant: [(size / 1e6, loss) for size, loss in c.line()] for c in mine}
     marks = {f"{c.variant}, cells": [(size / 1e6, loss) for size, loss in c.points] for c in mine}
     about, title = "Lines: the fitted parabolas. Marks: one for each cell.", f"{short_flops(budget)} FLOPs"
     return line_chart(title, about, lines, "million parameters", _LOSS, log_x=True, marks=marks)
@@ -248,28 +247,29 @@ def _trained(study: Study) -> dict[str, object]:
     variant at the largest budget. Without their folders, there are none."""
     best: dict[str, Row] = {}
     for row in sorted(study.rows, key=lambda row: (-row["budget"], row["loss_causal"])):
-        if (study.out / CELLS / row["cell"] / f"step-{row['steps']}").is_dir():
-            best.setdefault(row["variant"], row)
-    folders = {name: study.out / CELLS / row["cell"] for name, row in best.items()}
+        folder = study.out / CELLS / row["cell"]
+        if (folder / f"step-{row['steps']}").is_dir():
+            best.setdefault(row["variant"], {**row, "folder": folder})
+    routed = next((row for row in best.values() if row["routed_share"]), None)
     sections: dict[str, object] = {}
     try:
         if best:
-            sections["Loss against training FLOPs"] = _training_chart(best, folders)
-        if routes := [name for name, row in best.items() if row["routed_share"]]:
-            sections["What the best routed model computed"] = _routed(best[routes[0]], folders[routes[0]])
+            sections["Loss against training FLOPs"] = _training_chart(best)
+        if routed:
+            sections["What the best routed model computed"] = _routed(routed)
         if study.config.samples and best:
-            sections["Samples"] = _samples(study, folders)
+            sections["Samples"] = _samples(study, best)
     except (DepthgateError, OSError):
         pass  # damaged checkpoints: the figures are what matters
     return sections
 
 
-def _training_chart(best: Mapping[str, Row], folders: Mapping[str, Path]) -> Html:
+def _training_chart(best: Mapping[str, Row]) -> Html:
     lines, marks, steps = {}, {}, 1
-    for name, folder in folders.items():
-        points, steps = metric_curve(read_runs([folder])[0], "flops", "loss", 60)
+    for name, row in best.items():
+        points, steps = metric_curve(read_runs([row["folder"]])[0], "flops", "loss", 60)
         lines[f"{name}, training"] = [(flops / 1e12, loss) for flops, loss in points]
-        marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in best[name].get("held_out", [])]
+        marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in row["held_out"]]
     about = (
         f"Lines: training loss (top k), each point the mean of {steps} steps. Marks: causal loss on held-out text, so "
         "marks and lines are not to be compared with each other."
@@ -277,10 +277,10 @@ def _training_chart(best: Mapping[str, Row], folders: Mapping[str, Path]) -> Htm
     return line_chart("The best cell of each variant", about, lines, "training TFLOPs", "nats per token", marks=marks)
 
 
-def _routed(row: Row, folder: Path) -> Html:
+def _routed(row: Row) -> Html:
     """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
-    model = load(folder)
-    found = read(model, held_out_tokens(held_out(folder, model.tokenizer), _SHOWN))
+    model = load(row["folder"])
+    found = read(model, held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN))
     about = (
         f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: "
         "the start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of "
@@ -290,11 +290,11 @@ def _routed(row: Row, folder: Path) -> Html:
     return pages.join([pages.paragraph(about), routed_text(found.tokens, found.through, found.numbers)])
 
 
-def _samples(study: Study, folders: Mapping[str, Path]) -> Html:
+def _samples(study: Study, best: Mapping[str, Row]) -> Html:
     most, seed, shown = study.config.samples, study.config.seed, []
-    for name, folder in folders.items():
-        model = load(folder)
-        prompt = held_out_tokens(held_out(folder, model.tokenizer), _SHOWN)[:_PROMPT]
+    for name, row in best.items():
+        model = load(row["folder"])
+        prompt = held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN)[:_PROMPT]
         found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
         text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
         shown.append(Html(f"<div><h3>{pages.html(name)}</h3>{pages.preformatted(text)}</div>"))
@@ -320,8 +320,8 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
         axes, number = panels[budgets.index(curve.budget)], names.index(curve.variant)
         look: dict[str, Any] = {"color": f"C{number}"}
         axes.plot(*zip(*curve.points, strict=True), "osD^vP*X"[number % 8], ms=5, label=curve.variant, **look)
-        if curve.best:
-            axes.plot(*zip(*_along(curve), strict=True), "-", lw=1.4, **look)
+        if line := curve.line():
+            axes.plot(*zip(*line, strict=True), "-", lw=1.4, **look)
         if curve.bracketed:
             axes.plot([curve.params], [curve.loss], "x", ms=9, mew=2, **look)
     for axes, budget in zip(panels, budgets, strict=True):
@@ -332,7 +332,5 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(_LOSS)
     panels[0].legend(frameon=False)
-    pictures = ["curves.png", "curves.svg"]
-    for name in pictures:
-        replace(out / name, figure_bytes(figure, name.rpartition(".")[2]))
-    return pictures
+    save(figure, str(out / "curves.png"), str(out / "curves.svg"))
+    return ["curves.png", "curves.svg"]
