@@ -62,15 +62,15 @@ def test_a_curve_without_a_minimum_has_none():
     ],
 )
 def test_a_minimum_is_bracketed_on_both_sides_or_it_is_said_why_not(losses, because):
-    found = fit.curve(rows("dense", 1e15, losses))
+    found = fit.Curve(rows("dense", 1e15, losses))
     assert found.open_because == because
     assert found.bracketed == (because == "")
 
 
 def test_a_verdict_by_hand():
     # Dense: best loss 2 at 4M. The variant: best loss 1.98, 1% lower, at 8M of half the FLOPs a parameter.
-    dense = fit.curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
-    mod = fit.curve(rows("mod", 1e15, bowl(8e6, 1.98, 0.02, (2e6, 4e6, 8e6, 16e6, 32e6)), cost=0.5))
+    dense = fit.Curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
+    mod = fit.Curve(rows("mod", 1e15, bowl(8e6, 1.98, 0.02, (2e6, 4e6, 8e6, 16e6, 32e6)), cost=0.5))
     (found,) = fit.verdicts([dense, mod])
     assert found.refused == ""
     assert found.gain == pytest.approx(0.01)
@@ -83,8 +83,8 @@ def test_training_flops_saved_by_hand():
     # The variant is at every budget where dense is at twice the budget: loss falls by 0.1 with each doubling.
     curves = []
     for step, budget in enumerate((1e15, 2e15, 4e15)):
-        curves.append(fit.curve(rows("dense", budget, bowl(4e6, 2.0 - 0.1 * step, 0.02))))
-        curves.append(fit.curve(rows("mod", budget, bowl(4e6, 1.9 - 0.1 * step, 0.02))))
+        curves.append(fit.Curve(rows("dense", budget, bowl(4e6, 2.0 - 0.1 * step, 0.02))))
+        curves.append(fit.Curve(rows("mod", budget, bowl(4e6, 1.9 - 0.1 * step, 0.02))))
     first, second, third = fit.verdicts(curves)
     assert first.training_saving == pytest.approx(0.5)
     assert first.extrapolated
@@ -94,12 +94,12 @@ def test_training_flops_saved_by_hand():
 
 
 def test_a_worse_variant_saves_nothing_and_an_open_one_gets_no_verdict():
-    dense = fit.curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
-    worse = fit.curve(rows("mod", 1e15, bowl(4e6, 2.1, 0.02)))
+    dense = fit.Curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
+    worse = fit.Curve(rows("mod", 1e15, bowl(4e6, 2.1, 0.02)))
     (found,) = fit.verdicts([dense, worse])
     assert found.gain == pytest.approx(-0.05)
     assert math.isnan(found.forward_saving)
-    opened = fit.curve(rows("mod", 1e15, bowl(64e6, 1.5, 0.02)))
+    opened = fit.Curve(rows("mod", 1e15, bowl(64e6, 1.5, 0.02)))
     (found,) = fit.verdicts([dense, opened])
     assert found.refused == "mod is not bracketed: the largest size has the lowest loss"
     assert math.isnan(found.gain)
@@ -112,7 +112,7 @@ def test_intervals_hold_the_truth_and_shrink_with_seeds():
         made = rows("dense", 1e15, bowl(4e6, 2.0, 0.02), seeds)
         for row in made:
             row["loss_causal"] += draw.gauss(0, 0.003)
-        return fit.curve(made)
+        return fit.Curve(made)
 
     total = {}
     for seeds in (2, 4):
@@ -122,14 +122,14 @@ def test_intervals_hold_the_truth_and_shrink_with_seeds():
     assert total[4] < total[2]
     few = [each for seed in range(60) if (each := noisy(seed, 1).loss_interval)]
     assert sum(low <= 2.0 <= high for low, high in few) >= 0.88 * len(few)
-    assert fit.curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02, (2e6, 4e6, 8e6)))).loss_interval is None
+    assert fit.Curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02, (2e6, 4e6, 8e6)))).loss_interval is None
 
 
 def test_curves_with_the_same_residuals_are_not_drawn_alike():
     def made(variant, low):
         losses = bowl(4e6, low, 0.02)
         shaken = {size: loss + 0.002 * (-1) ** i for i, (size, loss) in enumerate(losses.items())}
-        return fit.curve(rows(variant, 1e15, shaken, 2))
+        return fit.Curve(rows(variant, 1e15, shaken, 2))
 
     (found,) = fit.verdicts([made("dense", 2.0), made("mod", 1.97)])
     low, high = found.gain_interval
@@ -138,20 +138,20 @@ def test_curves_with_the_same_residuals_are_not_drawn_alike():
 
 def test_no_saving_is_claimed_where_losses_do_not_fall_or_lie_too_far():
     def pair(budget, dense, mod):
-        return [fit.curve(rows(n, budget, bowl(4e6, low, 0.02))) for n, low in (("dense", dense), ("mod", mod))]
+        return [fit.Curve(rows(n, budget, bowl(4e6, low, 0.02))) for n, low in (("dense", dense), ("mod", mod))]
 
     rising = fit.verdicts([*pair(1e15, 2.0, 2.1), *pair(2e15, 1.9, 2.2)])
     assert all(math.isnan(found.training_saving) for found in rising)
     nearly_flat = fit.verdicts([*pair(1e15, 2.0, 2.1001), *pair(2e15, 1.9, 2.1)])
     assert all(math.isnan(found.training_saving) for found in nearly_flat)
-    opened = fit.curve(rows("mod", 2e15, bowl(64e6, 1.5, 0.02)))
+    opened = fit.Curve(rows("mod", 2e15, bowl(64e6, 1.5, 0.02)))
     first, second = fit.verdicts([*pair(1e15, 2.0, 1.9), pair(2e15, 1.9, 1.8)[0], opened])
     assert math.isnan(first.training_saving)  # an open curve's minimum is no minimum
     assert second.refused
 
 
 def test_dense_with_options_is_what_others_are_compared_with():
-    curves = [fit.curve(rows(n, 1e15, bowl(4e6, 2.0, 0.02))) for n in ("dense:qk_norm=true", "mod:qk_norm=true")]
+    curves = [fit.Curve(rows(n, 1e15, bowl(4e6, 2.0, 0.02))) for n in ("dense:qk_norm=true", "mod:qk_norm=true")]
     (found,) = fit.verdicts(curves)
     assert found.variant == "mod:qk_norm=true"
     assert fit.baseline(["dense:a=1", "dense:b=2", "mod"]) is None

@@ -1,6 +1,6 @@
 """What a report says in words."""
 
-from depthgate.isoflop.fit import Verdict, curve
+from depthgate.isoflop.fit import Curve, Verdict
 from depthgate.isoflop.report import compared, in_words, no_verdict, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
@@ -31,7 +31,7 @@ def test_verdicts_in_words():
 
 def test_no_verdict_says_why():
     def made(variant):
-        return curve([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])
+        return Curve([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])
 
     assert no_verdict([made("dense")]) == "No verdict: there is only dense."
     assert no_verdict([made("mod")]) == "No verdict: there is no dense to compare with."
@@ -39,7 +39,7 @@ def test_no_verdict_says_why():
 
 def test_single_sizes_are_compared_without_taking_a_side():
     def made(variant, loss):
-        return curve([{"budget": 1e9, "variant": variant, "params": 1, "seed": 0, "loss_causal": loss} | COST])
+        return Curve([{"budget": 1e9, "variant": variant, "params": 1, "seed": 0, "loss_causal": loss} | COST])
 
     dense = made("tiny-dense", 1.4)
     assert compared([made("tiny-mod", 1.5), dense]) == [

@@ -29,22 +29,36 @@ Interval = tuple[float, float] | None
 Points = list[tuple[float, float]]
 
 
-@dataclass(frozen=True, eq=False)
 class Curve:
     """Losses of one variant at one budget, by size, and the parabola fitted to them."""
 
-    budget: float
-    variant: str
-    points: Points  # parameters and loss of each cell, by parameters
-    costs: Points  # parameters and forward FLOPs per token of each size
-    lowest: float  # the lowest mean loss of a size
-    loss: float  # at the minimum of the fitted curve; without one, that of the best size
-    loss_interval: Interval
-    params: float
-    params_interval: Interval
-    open_because: str  # why the minimum is not bracketed on both sides; "" if it is
-    no_interval: str  # why there are no intervals; "" if there are
-    fits: Tensor  # (1 + draws, 3), as parabolas() gives them: the fitted curve, then those drawn around it
+    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """`rows`: those of its cells; the loss is the causal one."""
+        rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
+        self.budget, self.variant = float(rows[0]["budget"]), str(rows[0]["variant"])
+        # Parameters and loss of each cell; parameters and forward FLOPs per token of each size.
+        self.points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
+        self.costs = means((float(row["params"]), float(row["forward_flops_per_token"])) for row in rows)
+        sizes = means(self.points)
+        place = min(range(len(sizes)), key=lambda i: sizes[i][1])
+        kept = [size for size, _ in sizes[max(0, place - 2) : place + 3]]
+        near = [point for point in self.points if point[0] in kept]
+        # Each curve has its own random stream: curves that are compared must not draw alike.
+        random = torch.Generator().manual_seed(zlib.crc32(f"{self.budget} {self.variant}".encode()))
+        self.fits = _fits(near, random)  # (1 + draws, 3): the fitted curve, then those drawn around it
+        self.loss, self.loss_interval = _figure(self.fits[:, 1])
+        self.params, self.params_interval = _figure(self.fits[:, 0].exp())
+        self.open_because = _open_because([size for size, _ in sizes], place, self.params)
+        self.lowest = sizes[place][1]  # the lowest mean loss of a size
+        if math.isnan(self.loss):
+            self.params, self.loss = sizes[place]
+        without = int(self.fits[1:, 0].isnan().sum())
+        self.no_interval = ""  # why there are no intervals, if there are none
+        if len(near) < _CELLS:
+            self.no_interval = f"{len(near)} cells of {self.variant}, and {_CELLS} are needed"
+        elif without > (1 - _ENOUGH) * DRAWS:
+            drawn = f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant}"
+            self.no_interval = f"{drawn} have no minimum"
 
     @property
     def bracketed(self) -> bool:
@@ -100,33 +114,8 @@ def means(points: Iterable[tuple[float, float]]) -> Points:
     return [(size, fmean(loss for _, loss in group)) for size, group in groups]
 
 
-def curve(rows: Iterable[Mapping[str, Any]]) -> Curve:
-    """The curve of one variant at one budget, from the rows of its cells; the loss is the causal one."""
-    rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
-    budget, variant = rows[0]["budget"], rows[0]["variant"]
-    points = [(float(row["params"]), float(row["loss_causal"])) for row in rows]
-    sizes = means(points)
-    place = min(range(len(sizes)), key=lambda i: sizes[i][1])
-    kept = [size for size, _ in sizes[max(0, place - 2) : place + 3]]
-    near = [point for point in points if point[0] in kept]
-    # Each curve has its own random stream: curves that are compared must not draw alike.
-    fits = _fits(near, torch.Generator().manual_seed(zlib.crc32(f"{budget} {variant}".encode())))
-    without, no_interval = int(fits[1:, 0].isnan().sum()), ""
-    if len(near) < _CELLS:
-        no_interval = f"{len(near)} cells of {variant}, and {_CELLS} are needed"
-    elif without > (1 - _ENOUGH) * DRAWS:
-        no_interval = f"{without:,} of {DRAWS:,} curves drawn around that of {variant} have no minimum"
-    loss, loss_interval = _figure(fits[:, 1])
-    params, params_interval = _figure(fits[:, 0].exp())
-    open_because = _open_because([size for size, _ in sizes], place, params)
-    if math.isnan(loss):
-        params, loss = sizes[place]
-    costs = means((float(row["params"]), float(row["forward_flops_per_token"])) for row in rows)
-    found = (sizes[place][1], loss, loss_interval, params, params_interval, open_because, no_interval)
-    return Curve(budget, variant, points, costs, *found, fits)
-
-
 def _open_because(sizes: Sequence[float], lowest: int, fitted: float) -> str:
+    """The reason why a minimum is not bracketed on both sides; "" if it is."""
     if len(sizes) < 3:
         return f"{len(sizes)} size{'s' * (len(sizes) > 1)}: a curve needs three"
     if lowest in (0, len(sizes) - 1):

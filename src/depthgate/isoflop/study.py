@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import replace, write_json
-from depthgate.isoflop import fit
 from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig, command
+from depthgate.isoflop.fit import Curve
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, fit_rates, further_rates
 
 GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
@@ -224,12 +225,13 @@ class Study:
             )
 
     @property
-    def curves(self) -> list[fit.Curve]:
+    def curves(self) -> list[Curve]:
         """A curve for each budget and variant, by budget, dense first."""
-        found: dict[tuple[float, str], list[Row]] = {}
-        for row in self.rows:
-            found.setdefault((row["budget"], row["variant"]), []).append(row)
-        return [fit.curve(found[key]) for key in sorted(found, key=lambda k: (k[0], k[1][:5] != "dense", k[1]))]
+
+        def key(row: Row) -> tuple[float, bool, str]:
+            return row["budget"], not row["variant"].startswith("dense"), row["variant"]
+
+        return [Curve(rows) for _, rows in groupby(sorted(self.rows, key=key), key)]
 
 
 def _first_line(error: Exception) -> str:
