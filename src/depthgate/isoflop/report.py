@@ -24,7 +24,7 @@ from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import held_out, load
 from depthgate.model import Decoder
 from depthgate.view import page as pages
-from depthgate.view.figures import new_figure, save
+from depthgate.view.figures import figure_bytes, new_figure
 from depthgate.view.page import Html, line_chart, routed_text, visible
 from depthgate.view.routes import held_out_tokens, read
 from depthgate.view.runs import curve as metric_curve
@@ -332,5 +332,6 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(_LOSS)
     panels[0].legend(frameon=False)
-    save(figure, str(out / "curves.png"), str(out / "curves.svg"))
+    for kind in ("png", "svg"):
+        replace(out / f"curves.{kind}", figure_bytes(figure, kind))
     return ["curves.png", "curves.svg"]
