@@ -22,8 +22,6 @@ from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
 
 _GRID = "grid.json"  # every study has one
 
-Shown = tuple[Callable[[], Html], Callable[[], Any], dict[str, Any]]  # makes the page, draws the picture; figures
-
 
 def run(config: ViewConfig, as_json: bool) -> None:
     """Write the files that are asked for; print their paths, or figures as JSON."""
@@ -55,9 +53,7 @@ def _study(study: Path, config: ViewConfig) -> str:
     if len(config.runs) > 1:
         raise DepthgateError(f"{what} give it alone, or the runs in its cells/")
     if config.png or config.svg:
-        raise DepthgateError(
-            f"{what} its report is a page, with pictures next to it (curves.png, curves.svg); leave --png and --svg out"
-        )
+        raise DepthgateError(f"{what} its pictures are curves.png and curves.svg in it; leave --png and --svg out")
     if not report.is_file():
         raise DepthgateError(f"{study} has no {REPORT} yet: `depthgate isoflop` writes it when its cells are done")
     if config.out is not None:
@@ -65,7 +61,8 @@ def _study(study: Path, config: ViewConfig) -> str:
     return config.out or str(report)
 
 
-def _model(config: ViewConfig, folder: str) -> Shown:
+def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callable[[], Any], dict[str, Any]]:
+    """Makers of the page and of the picture, and figures."""
     model = open_model(folder, resolve_device(config.device))
     prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
     if prompt is None:
@@ -107,8 +104,7 @@ def _encoded(model: LanguageModel, text: str, most: int) -> list[int]:
     except DepthgateError:
         raise
     except Exception as error:  # tokenizers raise plain ones
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise DepthgateError(f"the model's tokenizer cannot express this text ({why}): give another") from None
+        raise DepthgateError(f"the tokenizer cannot express this text ({short(str(error))}): give another") from None
     if not ids:
         raise DepthgateError(f"the text is {short(text)!r}: the model's tokenizer makes no token of it, give another")
     return ids

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from depthgate.routing.plan import Plan
 
+Words = Sequence[str] | None
+Grid = tuple[int, int] | None
 
-def plot(
-    plans: "Sequence[Plan]", tokens: Sequence[str] | None = None, grid: tuple[int, int] | None = None, row: int = 0
-) -> Any:
+
+def plot(plans: "Sequence[Plan]", tokens: Words = None, grid: Grid = None, row: int = 0) -> Any:
     """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts, the
     slots of Soft MoE. tokens: their texts; grid: rows and columns, where tokens are patches of an image."""
     from depthgate.view.figures import plans_figure
@@ -19,13 +20,7 @@ def plot(
     return plans_figure(plan_decisions(plans, tokens, grid, row), grid)
 
 
-def save_page(
-    plans: "Sequence[Plan]",
-    path: str | Path,
-    tokens: Sequence[str] | None = None,
-    grid: tuple[int, int] | None = None,
-    row: int = 0,
-) -> None:
+def save_page(plans: "Sequence[Plan]", path: str | Path, tokens: Words = None, grid: Grid = None, row: int = 0) -> None:
     """The same as one self-contained HTML page, with every number."""
     from depthgate.files import write
     from depthgate.view.routes import plan_decisions

@@ -68,12 +68,10 @@ def _draw_map(found: Decisions, part: Any) -> None:
     cells = [[2 * a + b for a, b in zip(each.causal, each.top_k, strict=True)] for each in found.layers]
     colours = ListedColormap(list(_CELLS.values()))
     axes.imshow(cells, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
-    axes.set(ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.numbers)
+    axes.set(xlabel="token", ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.numbers)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
-    else:
-        axes.set_xlabel("token")
     used = {cell for row in cells for cell in row}
     keys = [Patch(color=colour, label=name) for n, (name, colour) in enumerate(_CELLS.items()) if n in used]
     part.legend(handles=keys, loc="outside upper center", ncols=4, frameon=False)

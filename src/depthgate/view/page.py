@@ -18,14 +18,12 @@ from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
 
-_SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}
+_SIGNS = {chr(n): chr(0x2400 + n) for n in range(0x20)} | {" ": "·", "\n": "↵", "\t": "⇥"}  # first Unicode's own
 LARGEST = 1e100  # beyond it sums and differences of numbers may overflow
 
 
 class Html(str):
     """Markup that goes onto the page as it is."""
-
-    __slots__ = ()
 
 
 def html(value: object) -> Html:
@@ -165,8 +163,6 @@ def _sign(c: str) -> str:
     if c.isprintable():
         return ""
     code = ord(c) - 0xDC00 if _is_byte(c) else ord(c)
-    if code < 0x20:
-        return chr(0x2400 + code)  # Unicode's pictures of control characters
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 

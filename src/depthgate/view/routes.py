@@ -16,7 +16,7 @@ from depthgate.data.batches import windows
 from depthgate.data.token_file import Documents
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.loading import LanguageModel
-from depthgate.routing.plan import Groups, Plan, Slots, Soft
+from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
 
 SHARES = ("routed_share", "top_k_share", "agreement", "rule_accuracy")
 Grid = tuple[int, int]  # rows and columns of an image's patches
@@ -97,9 +97,7 @@ class Decisions:
     experts: list[ExpertLayer] = field(default_factory=list)
     slots: list[SlotLayer] = field(default_factory=list)
 
-    def add(
-        self, tokens: Sequence[str], losses: Sequence[float], causal: Sequence[Plan], top_k: Sequence[Plan], row: int
-    ) -> None:
+    def add(self, tokens: Sequence[str], losses: Sequence[float], causal: Plans, top_k: Plans, row: int) -> None:
         """Take in more tokens: the plans of a causal pass and of one by the top k over them, in a row of the batch.
         Padding is left out."""
         mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
@@ -131,8 +129,7 @@ class Decisions:
 
 def held_out_tokens(documents: Documents, most: int) -> list[int]:
     """The beginning of the first document with as many tokens, or else of the text."""
-    lengths = documents.bounds.diff().tolist()
-    number = next((i for i, length in enumerate(lengths) if length > most), 0)
+    number = next((i for i, length in enumerate(documents.bounds.diff().tolist()) if length > most), 0)
     start = int(documents.bounds[number])
     found: list[int] = windows(documents, [start], min(most, len(documents) - start)).tokens[0].tolist()
     return found
@@ -207,6 +204,6 @@ def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Gr
     if grid is not None and any(grid[0] * grid[1] != len(layer.into[0]) for layer in slots):
         raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
     found = Decisions(len(plans), [RoutedLayer(number) for number in routed], experts=experts, slots=slots)
-    same = list(routed.values())
+    same = tuple(routed.values())
     found.add(tokens or list(map(str, range(length))), [math.nan] * length, same, same, row)
     return found

@@ -82,8 +82,8 @@ def _layers(found: Decisions) -> Html:
         gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
         lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
     routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
-    title, about = "Routed share of each layer", "Under the causal choice."
-    bars = pages.bar_chart(title, about, routed, "share of the tokens", x="layer")
+    title = "Routed share of each layer"
+    bars = pages.bar_chart(title, "Under the causal choice.", routed, "share of the tokens", x="layer")
     heads = ("layer", *shares, "mean score", "mean gate")
     return pages.join([pages.table(heads, lines, pages.fill("about_layers")), bars])
 

@@ -76,9 +76,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     paths = [Path(folder) for folder in folders]
     for path in paths:
         if not path.is_dir():
-            raise DepthgateError(
-                f"{path} is not a folder: give a run of `depthgate train` (--model shows what a model does)"
-            )
+            raise DepthgateError(f"{path} is not a folder: give a run of `depthgate train`, or a model by --model")
         if not (path / METRICS).is_file():
             raise DepthgateError(f"{path} is not a run: it has no {METRICS}, which `depthgate train` writes")
     parts = [path.absolute().parts for path in paths]
@@ -182,14 +180,12 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
     about = f"Training loss, routed by the top k. {means}{' Marks: where a run was resumed.' * any(marks.values())}"
     found = [{"title": "Loss", "about": about, "series": lines("loss"), "y": "nats a token", "marks": marks}]
     if any(run.layers for run in runs):
-        about, share = "The share of the tokens that go through ", lines("routed_share")
-        if len(runs) > 1:
-            about += "a routed layer, the mean of all of them."
-            share |= {run.name: [] for run in runs if not run.layers}
-        else:
-            about += "each routed layer."
+        which, share = "a routed layer, the mean of all of them", lines("routed_share")
+        share |= {run.name: [] for run in runs if not run.layers}
+        if len(runs) == 1:
             each = [lines(f"routed_share/{i}").values() for i in range(runs[0].layers)]
-            share = {f"routed layer {i}": line for i, (line,) in enumerate(each, 1)}
+            which, share = "each routed layer", {f"routed layer {i}": line for i, (line,) in enumerate(each, 1)}
+        about = f"The share of the tokens that go through {which}."
         found.append({"title": "Routed share", "about": about, "series": share, "y": "share of tokens"})
     about, speeds = f"Of training steps alone: no checkpoints, no start. {means}", lines("tokens_per_second")
     found.append({"title": "Throughput", "about": about, "series": speeds, "y": "tokens a second"})
@@ -203,15 +199,14 @@ def write_report(folder: Path, live: bool) -> None:
     replace(folder / REPORT, runs_page([run], about, live))
 
 
-def runs_page(runs: Sequence[Run], about: Html | None = None, live: bool = False) -> Html:
+def runs_page(runs: Sequence[Run], about: object = "", live: bool = False) -> Html:
     """The whole page: loss, routed share and throughput, against what the reader chooses; figures in a table."""
-    parts: list[object] = [] if about is None else [about]
-    parts += [pages.note(f"{isolated(run.name)}: {note}.") for run in runs for note in run.notes]
+    notes = [pages.note(f"{isolated(run.name)}: {note}.") for run in runs for note in run.notes]
     # The style shows the charts of the axis that is asked for.
     drawn = {axis: [pages.line_chart(**chart) for chart in charts(runs, axis)] for axis in AXES}
     by_axis = [f'<div class="by" data-axis="{axis}">{pages.row(each)}</div>' for axis, each in drawn.items()]
     sections = {
-        "": pages.join([*parts, pages.fill("axes")]),
+        "": pages.join([about, *notes, pages.fill("axes")]),
         "How they went": Html("\n".join(by_axis)),
         "Where they stand": _table(runs),
     }
