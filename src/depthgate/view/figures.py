@@ -66,8 +66,7 @@ def _draw_map(found: Decisions, part: Any) -> None:
 
     axes, side = part.subplots(1, 2, sharey=True, width_ratios=(5, 1))
     cells = [[2 * a + b for a, b in zip(each.causal, each.top_k, strict=True)] for each in found.layers]
-    colours = ListedColormap(list(_CELLS.values()))
-    axes.imshow(cells, cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+    axes.imshow(cells, cmap=ListedColormap([*_CELLS.values()]), vmin=0, vmax=3, aspect="auto", interpolation="nearest")
     axes.set(xlabel="token", ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.numbers)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
@@ -81,10 +80,9 @@ def _draw_map(found: Decisions, part: Any) -> None:
 
 
 def _draw_load(layer: ExpertLayer, part: Any) -> None:
-    axes = part.add_subplot()
+    axes = part.add_subplot(title=f"layer {layer.number}: load of the experts", ylabel="share of choices")
     axes.bar(layer.bars.keys(), layer.bars.values(), color=_BLUE)
     axes.axhline(1 / (layer.experts + layer.null_experts), color=_ORANGE, linestyle="--", linewidth=1)
-    axes.set(title=f"layer {layer.number}: load of the experts", ylabel="share of choices")
 
 
 def _draw_slots(layer: SlotLayer, grid: Grid | None, part: Any) -> None:

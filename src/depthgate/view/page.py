@@ -158,10 +158,8 @@ def visible(text: str, kept: str = "") -> str:
 
 
 def _sign(c: str) -> str:
-    if c in _SIGNS:
-        return _SIGNS[c]
-    if c.isprintable():
-        return ""
+    if c in _SIGNS or c.isprintable():
+        return _SIGNS.get(c, "")
     code = ord(c) - 0xDC00 if _is_byte(c) else ord(c)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 

@@ -82,8 +82,9 @@ def _layers(found: Decisions) -> Html:
         gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
         lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
     routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
-    title = "Routed share of each layer"
-    bars = pages.bar_chart(title, "Under the causal choice.", routed, "share of the tokens", x="layer")
+    bars = pages.bar_chart(
+        "Routed share of each layer", "Under the causal choice.", routed, "share of tokens", x="layer"
+    )
     heads = ("layer", *shares, "mean score", "mean gate")
     return pages.join([pages.table(heads, lines, pages.fill("about_layers")), bars])
 
@@ -91,10 +92,8 @@ def _layers(found: Decisions) -> Html:
 def _histograms(found: Decisions) -> Html:
     drawn = []
     for layer in found.layers:
-        scores = torch.tensor(layer.scores, dtype=torch.float64)
-        scores = scores[scores.isfinite()]
-        if len(scores):
-            counts, edges = torch.histogram(scores, bins=24)
+        if scores := [x for x in layer.scores if math.isfinite(x)]:
+            counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
             bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
             about = f"How many of {count(len(scores), 'token')} have which score."
             drawn.append(pages.bar_chart(f"Layer {layer.number}", about, bars, "tokens", x="router score"))
@@ -111,19 +110,18 @@ def _deep(found: Decisions) -> Html:
     lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
     about = "The ten deepest and the ten shallowest of those that occur at least three times."
     forms = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
-    by_place = _means(list(enumerate(depths)), 60)
-    charts = [pages.line_chart("By position", "Means of tokens next to each other.", by_place, "token", "layers, mean")]
+    about, by_place = "Means of parts of the text, 60 at most.", _means(list(enumerate(depths)), 60)
+    charts = [pages.line_chart("By position", about, by_place, "token", "layers, mean")]
     losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
     if len(losses) >= 20:
         about = "How many layers computed a token, by how hard it was to predict: groups of equal size."
-        by_loss = _means(losses, 20)
-        charts.append(pages.line_chart("By loss", about, by_loss, "loss of the token, nats", "layers, mean"))
+        charts.append(pages.line_chart("By loss", about, _means(losses, 20), "loss of the token, nats", "layers, mean"))
     return pages.join([*forms, pages.row(charts)])
 
 
 def _means(points: Sequence[tuple[float, int]], groups: int) -> dict[str, list[tuple[float, float]]]:
-    """The means of as many groups of points that follow each other."""
-    size = -(-len(points) // groups)
+    """The means of as many groups, at most, of points that follow each other."""
+    size = max(1, -(-len(points) // groups))
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return {"layers": [(fmean(x for x, _ in part), fmean(y for _, y in part)) for part in parts]}
 

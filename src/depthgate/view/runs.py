@@ -90,15 +90,13 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 
 def _read(path: Path, name: str) -> Run:
-    notes: list[str] = []
+    rows, bad, notes = list[Row](), list[int](), list[str]()
     try:
         lines = (path / METRICS).read_bytes().split(b"\n")
     except FileNotFoundError:
         lines = []
     except OSError as error:
         raise DepthgateError(f"{path / METRICS} cannot be read ({error.strerror}): look at its rights") from None
-    rows: list[Row] = []
-    bad = []
     for number, line in enumerate(lines, 1):
         row = _row(line)
         if row is not None and (not rows or row["step"] > rows[-1]["step"]):
@@ -204,12 +202,9 @@ def runs_page(runs: Sequence[Run], about: object = "", live: bool = False) -> Ht
     notes = [pages.note(f"{isolated(run.name)}: {note}.") for run in runs for note in run.notes]
     # The style shows the charts of the axis that is asked for.
     drawn = {axis: [pages.line_chart(**chart) for chart in charts(runs, axis)] for axis in AXES}
-    by_axis = [f'<div class="by" data-axis="{axis}">{pages.row(each)}</div>' for axis, each in drawn.items()]
-    sections = {
-        "": pages.join([about, *notes, pages.fill("axes")]),
-        "How they went": Html("\n".join(by_axis)),
-        "Where they stand": _table(runs),
-    }
+    by_axis = [Html(f'<div class="by" data-axis="{axis}">{pages.row(each)}</div>') for axis, each in drawn.items()]
+    top = pages.join([about, *notes, pages.fill("axes")])
+    sections = {"": top, "How they went": pages.join(by_axis), "Where they stand": _table(runs)}
     return pages.page(f"depthgate view: {', '.join(isolated(run.name) for run in runs)}", sections, live)
 
 
