@@ -93,12 +93,10 @@ class HFLanguageModel:
             logits = self.model(tokens, use_cache=False, **self._options(pos, causal)).logits
         return Output(logits, tuple(plan for (plan,) in plans))
 
-    def hidden(
-        self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None, max_documents: int | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None, **routing: Any) -> Tensor:
         """Hidden states (B, T, D) of tokens (B, T). Positions restart at 0 with each document, and are -1 at padding
-        after the documents; max_documents is the most that a row holds, where the caller knows."""
-        options = self._options(pos, causal, max_documents)
+        after the documents; `routing` may hold max_documents, the most that a row holds, and rule_loss."""
+        options = self._options(pos, causal, **routing)
         x: Tensor = self.model.base_model(tokens, use_cache=False, **options).last_hidden_state
         return x / getattr(self.model.config, "logits_scaling", 1.0)
 
@@ -117,10 +115,9 @@ class HFLanguageModel:
         loss = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten())
         return loss, tuple(plan for (plan,) in plans)
 
-    def _options(self, pos: Tensor | None, causal: bool | None, max_documents: int | None = None) -> dict[str, Any]:
+    def _options(self, pos: Tensor | None, causal: bool | None, **routing: Any) -> dict[str, Any]:
         """Keywords of the model's forward."""
-        routing: dict[str, Any] = {"causal_routing": causal, "max_documents": max_documents}
-        options = routing if self.routed else {}
+        options: dict[str, Any] = {"causal_routing": causal, **routing} if self.routed else {}
         if pos is not None:  # padding becomes a document of its own
             options["position_ids"] = torch.where(pos < 0, (pos < 0).cumsum(1) - 1, pos)
         return options

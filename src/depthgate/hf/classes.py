@@ -18,18 +18,24 @@ from depthgate.hf.families import FAMILIES, PREFIX, Routing, decoder_layers, mod
 from depthgate.hf.folder import CODE, check_code, code_names
 from depthgate.hf.inputs import PADDING, argument_names, hand_down
 from depthgate.hf.layer import DepthRouter, RoutedLayer
-from depthgate.routing.causal import Predictor, Threshold
+from depthgate.routing.causal import Predictor
 from depthgate.routing.routers import TopTokens
 
 ROUTER = "depth_router"
 TESTED = (5, 18)  # of transformers: the tests pass with it and with 5.22
 OLDEST = (5, 17)  # all of them pass except a few of assisted decoding
 
-_Config: Any = object  # in front of classes of transformers
-_Model: Any = object
+_OPENS_THIS_MODEL = '''"""Opens this model with from_pretrained(folder, trust_remote_code=True).
+
+Its code is that of the package depthgate: pip install depthgate
+"""
+
+from depthgate.hf.classes import {}
+'''
+_Base: Any = object  # in front of classes of transformers
 
 
-class RoutedConfig(_Config):  # type: ignore[misc]
+class RoutedConfig(_Base):  # type: ignore[misc]
     """A family's config with one more value, `depthgate`: see Routing."""
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -43,8 +49,11 @@ class RoutedConfig(_Config):  # type: ignore[misc]
         return {**super().to_dict(), "auto_map": code_names(self.model_type)}
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        if not Path(save_directory).is_file():  # which transformers refuses
-            _write_code(self.model_type, Path(save_directory))
+        folder = Path(save_directory)
+        if not folder.is_file():  # which transformers refuses
+            names = ", ".join(name.partition(".")[2] for name in code_names(self.model_type).values())
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{CODE}.py").write_text(_OPENS_THIS_MODEL.format(names), encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
@@ -52,18 +61,15 @@ class RoutedConfig(_Config):  # type: ignore[misc]
         """Do nothing: transformers would copy our source into every folder that is saved later."""
 
 
-class RoutedModel(_Model):  # type: ignore[misc]
+class RoutedModel(_Base):  # type: ignore[misc]
     """A family's causal language model, some layers of which are routed."""
 
     _keep_in_fp32_modules_strict = (ROUTER,)
+    register_for_auto_class = RoutedConfig.register_for_auto_class
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         install(self)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: Any = None) -> None:
-        """Do nothing, as for the config."""
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
         """Refuse: its cache has a place for every token of every layer, and skipping leaves places empty."""
@@ -83,12 +89,8 @@ class RoutedModel(_Model):  # type: ignore[misc]
 
 def neutral(router: TopTokens, zeros_: Any = nn.init.zeros_) -> None:
     """Make a router score every token 0: the gate is then 1, and the causal rule routes all."""
-    zeroed: list[Any] = [router.proj.weight, router.proj.bias]
-    if isinstance(router.rule, Predictor):
-        zeroed += router.rule.down.parameters()
-    if isinstance(router.rule, Threshold):
-        zeroed += router.rule.buffers()
-    for tensor in zeroed:
+    last = router.rule.down if isinstance(router.rule, Predictor) else router.rule
+    for tensor in (*router.proj.parameters(), *last.parameters(), *last.buffers()):
         zeros_(tensor)
 
 
@@ -104,15 +106,13 @@ def install(model: Any) -> None:
         router = DepthRouter(config.hidden_size, routing.capacity, **how)  # type: ignore[arg-type]
         neutral(router)
         layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)
-        layer.rule_loss = routing.rule_loss
         layer.__class__ = layer_class(kind)
         if "_old_forward" in vars(layer):  # called by a hook of accelerate that is on the layer already
             layer._old_forward = MethodType(type(layer).forward, layer)
     names = argument_names(type(decoder).forward)
-    decoder.register_forward_pre_hook(partial(hand_down, names), with_kwargs=True)
-    for part in (model, decoder):  # names that transformers looks at when it places a model on devices
-        part._no_split_modules = {*(part._no_split_modules or ()), layer_class(kind).__name__}
-    model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), ROUTER}
+    decoder.register_forward_pre_hook(partial(hand_down, names, routing.rule_loss), with_kwargs=True)
+    # Names that transformers looks at when it places a model on devices.
+    model._no_split_modules = {*(model._no_split_modules or ()), layer_class(kind).__name__}
 
 
 def _device(layer: Any) -> Any:
@@ -129,30 +129,16 @@ def _with_padding(prepare: Any) -> Any:
     @wraps(prepare)  # transformers looks at its arguments
     def prepared(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs: dict[str, Any] = prepare(self, input_ids, *args, **kwargs)
-        padding = kwargs.get("attention_mask")
-        made: Any = inputs.get("attention_mask")
-        if made is not padding and (isinstance(made, dict) or made.ndim == 4):
-            ids = inputs.get("input_ids")
-            given = inputs["inputs_embeds"] if ids is None else ids
+        if getattr(inputs.get("past_key_values"), "is_compileable", False):
+            new = inputs["inputs_embeds"] if inputs.get("input_ids") is None else inputs["input_ids"]
+            padding = kwargs.get("attention_mask")
             if padding is None:  # a tensor always, or a step would be compiled with one and without
-                padding = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+                padding = torch.ones(new.shape[:2], dtype=torch.long, device=new.device)
             # With strides that grow with the text, every step would be compiled again.
-            inputs[PADDING] = padding[:, -given.shape[1] :].clone(memory_format=torch.contiguous_format)
+            inputs[PADDING] = padding[:, -new.shape[1] :].clone(memory_format=torch.contiguous_format)
         return inputs
 
     return prepared
-
-
-def _write_code(model_type: str, folder: Path) -> None:
-    """Write the file that auto_map names."""
-    names = ", ".join(name.partition(".")[2] for name in code_names(model_type).values())
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{CODE}.py").write_text(
-        '"""Opens this model with from_pretrained(folder, trust_remote_code=True).\n\n'
-        'Its code is that of the package depthgate: pip install depthgate\n"""\n\n'
-        f"from depthgate.hf.classes import {names}\n",
-        encoding="utf-8",
-    )
 
 
 @cache
@@ -202,8 +188,7 @@ def model_class(kind: str) -> Any:
     AutoModelForCausalLM.register(config, model, exist_ok=True)
     # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + kind] = model.__name__
-    tokenizer = TOKENIZER_MAPPING.get(base.config_class, None)
-    if tokenizer is not None:
+    if tokenizer := TOKENIZER_MAPPING.get(base.config_class, None):
         AutoTokenizer.register(config, tokenizer_class=tokenizer, exist_ok=True)
     return model
 

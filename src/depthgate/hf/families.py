@@ -9,6 +9,7 @@ and returns hidden states with its residual; its attention hands new keys and va
 layer's number, and takes its mask as it is.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib import import_module
@@ -16,7 +17,7 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 from depthgate.config import GATE_NAMES, RULE_NAMES
-from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
+from depthgate.errors import InvalidValueError, check_capacity, check_count
 from depthgate.options import Options, choice, number, option
 
 PREFIX = "depthgate_"  # of the model type of a routed model
@@ -72,11 +73,8 @@ def decoder_layers(model: Any) -> Any:
 
 def family_of(model: Any) -> str:
     """The family of a model that can be routed."""
-    try:
-        from transformers import PreTrainedModel
-    except ImportError:
-        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
-    if not isinstance(model, PreTrainedModel):
+    base: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
+    if not isinstance(model, base):
         adapted = hasattr(model, "merge_and_unload")
         hint = ": call merge_and_unload() and convert what it gives, or convert before the adapter is added"
         raise InvalidValueError(

@@ -19,7 +19,7 @@ from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_o
 from depthgate.hf.calibrate import calibrate, scale_routers, unscale_routers
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import set_capacity
-from depthgate.hf.families import decoder_layers
+from depthgate.hf.families import Routing, decoder_layers
 from depthgate.hf.folder import copy_tokenizer, find_tokenizer, load
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Threshold, routed_share
@@ -49,7 +49,6 @@ class Recovery:
                 weight.data = weight.data.float()
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
         for layer in language.routed:
-            layer.rule_loss /= config.accumulate  # every part of a batch adds it
             if isinstance(layer.depth_router.rule, Threshold):
                 layer.depth_router.rule.decay = _DECAY
         if config.checkpointing:
@@ -101,7 +100,8 @@ class Recovery:
         return mean, 0.0, [first for first, *_ in shares], ()
 
     def _loss(self, tokens: Tensor, pos: Tensor, targets: Tensor) -> Tensor:
-        x = self.language.hidden(tokens, pos, max_documents=self.max_documents).flatten(0, 1)
+        share = Routing(**self.model.config.depthgate).rule_loss / self.config.accumulate  # every part adds it
+        x = self.language.hidden(tokens, pos, max_documents=self.max_documents, rule_loss=share).flatten(0, 1)
         weight, compiled = self.language.head, self.config.compile
         if self.teacher is None:
             return linear_cross_entropy(x, weight, targets, compiled=compiled)
