@@ -64,18 +64,17 @@ def study_config(config: DemoConfig) -> IsoflopConfig:
 def _introduction(study: Study) -> Html:
     rows = {row["variant"]: row for row in study.rows}
     mod, dense = rows[MOD], rows[DENSE]
-    cost, more = mod["flops_per_token"] / dense["flops_per_token"], dense["tokens"] / mod["tokens"]
-    about = (
-        f"Two byte-level language models, trained on {study.config.data} with the same FLOPs. {MOD} has "
-        f"{mod['layers']} layers; routers let only a small share of the tokens ({mod['capacity']:.1%} in training) "
-        f"through every other one, and the rest pass by and cost almost nothing there. {DENSE} has {dense['layers']} "
-        f"layers, and every token goes through all of them. A token costs {MOD} {cost:.2f} times as much, so {DENSE} "
-        f"is trained on {more:.2f} times as many."
+    return pages.fill(
+        "demo",
+        data=study.config.data,
+        mod=MOD,
+        dense=DENSE,
+        mod_layers=mod["layers"],
+        dense_layers=dense["layers"],
+        capacity=f"{mod['capacity']:.1%}",
+        cost=f"{mod['flops_per_token'] / dense['flops_per_token']:.2f}",
+        more=f"{dense['tokens'] / mod['tokens']:.2f}",
+        measured=f"{mod['measured_tokens']:,}",
+        mod_seconds=f"{mod['seconds']:.0f}",
+        dense_seconds=f"{dense['seconds']:.0f}",
     )
-    warning = (
-        f"This is one seed, two tiny models and minutes of training, measured on {mod['measured_tokens']:,} held-out "
-        "tokens. It shows the machinery at work, and is not evidence of which design is better at another size, "
-        f"length of training or seed. Nor are equal FLOPs equal time: training took {mod['seconds']:.0f} seconds for "
-        f"{MOD}, {dense['seconds']:.0f} for {DENSE}."
-    )
-    return pages.join([pages.paragraph(about), pages.paragraph(warning)])

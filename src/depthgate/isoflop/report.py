@@ -32,16 +32,6 @@ from depthgate.view.runs import read_runs
 
 TITLE = "depthgate isoflop: models at equal training FLOPs"
 _LOSS = "causal loss, nats per token"
-_NOTE = (
-    "Losses are of held-out text, in nats per token. Causal: every router decides from the token alone, as in "
-    "generation; this is the figure that counts. Top k: it looks at the whole sequence, as in training. FLOPs are "
-    "those of the matrix products, forward and backward, counted from the configuration, attention without the saving "
-    "of a causal mask. Seconds are those of the training steps on the machine that ran them."
-)
-_FITTED = (
-    "Best loss and parameters: the lowest point of the fitted curve; best size: the lowest mean loss of one. Intervals "
-    "are of 95%, by a bootstrap of the residuals of each curve."
-)
 # Columns of the tables: heading -> name in a row.
 _SHAPE = {
     **{"variant": "variant", "budget": "budget", "layers": "layers", "width": "dim", "parameters": "params"},
@@ -127,7 +117,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         writer.writerows(rows)
     strong = [Html(f"<p><strong>{pages.html(sentence)}</strong></p>") for sentence in sentences]
     table = _table(rows, _CELL, turned=one_size)
-    cells = pages.table(*table, _NOTE)
+    cells = pages.table(*table, pages.fill("study_cells"))
     sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *strong])}
     sections |= {"Results": cells} if one_size else _fitted(curves, best)
     sections |= _trained(study) | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
@@ -209,9 +199,10 @@ def _summary(curve: Curve) -> Row:
 
 def _fitted(curves: Sequence[Curve], best: Sequence[Row]) -> dict[str, object]:
     """The sections with fitted curves."""
+    about = pages.fill("study_best", cells=pages.fill("study_cells"))
     sections: dict[str, object] = {
         "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
-        "The best of each variant": pages.table(*_table(best, _BEST), f"{_NOTE} {_FITTED}"),
+        "The best of each variant": pages.table(*_table(best, _BEST), about),
     }
     names = dict.fromkeys(curve.variant for curve in curves)
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
@@ -235,11 +226,9 @@ def _making(study: Study) -> Html:
     ran = (f"{count} of {len(study.rows)} cells ran on: {name}." for name, count in machines.items())
     commands = [pages.paragraph("Command: ", pages.code(each)) for each in study.commands]
     t = study.cells[0].training
-    how = (
-        f"Every cell is a run of depthgate train: {t.optimizer}, sequences of {t.model.context} tokens, a "
-        f"{t.schedule} schedule from lr down to {t.lowest_lr:.0%} of it, unless a variant sets another."
-    )
-    return pages.join([*commands, *map(pages.paragraph, ran), pages.paragraph(how)])
+    parts = {"commands": pages.join(commands), "machines": pages.join([pages.paragraph(each) for each in ran])}
+    how = {"optimizer": t.optimizer, "context": t.model.context, "schedule": t.schedule, "lowest": f"{t.lowest_lr:.0%}"}
+    return pages.fill("study_made", **parts, **how)
 
 
 def _trained(study: Study) -> dict[str, object]:
@@ -270,10 +259,7 @@ def _training_chart(best: Mapping[str, Row]) -> Html:
         points, steps = metric_curve(read_runs([row["folder"]])[0], "flops", "loss", 60)
         lines[f"{name}, training"] = [(flops / 1e12, loss) for flops, loss in points]
         marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in row["held_out"]]
-    about = (
-        f"Lines: training loss (top k), each point the mean of {steps} steps. Marks: causal loss on held-out text, so "
-        "marks and lines are not to be compared with each other."
-    )
+    about = pages.fill("study_curves", steps=steps)
     return line_chart("The best cell of each variant", about, lines, "training TFLOPs", "nats per token", marks=marks)
 
 
@@ -281,13 +267,10 @@ def _routed(row: Row) -> Html:
     """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
     model = load(row["folder"])
     found = read(model, held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN))
-    about = (
-        f"{row['variant']}, {row['layers']} x {row['dim']}, {short_flops(row['budget'])} FLOPs, seed {row['seed']}: "
-        "the start of a held-out document. The deeper a token's colour and the thicker the line below it, the more of "
-        f"the routed layers ({', '.join(map(str, found.numbers))}) computed it under the causal choice; hovering names "
-        "them. All other layers compute every token. · is a space, ↵ the end of a line."
-    )
-    return pages.join([pages.paragraph(about), routed_text(found.tokens, found.through, found.numbers)])
+    text = routed_text(found.tokens, found.through, found.numbers)
+    shape = {name: row[name] for name in ("variant", "layers", "dim", "seed")}
+    routed = ", ".join(map(str, found.numbers))
+    return pages.fill("study_routed", budget=short_flops(row["budget"]), routed=routed, text=text, **shape)
 
 
 def _samples(study: Study, best: Mapping[str, Row]) -> Html:
@@ -297,12 +280,9 @@ def _samples(study: Study, best: Mapping[str, Row]) -> Html:
         prompt = held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN)[:_PROMPT]
         found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
         text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
-        shown.append(Html(f"<div><h3>{pages.html(name)}</h3>{pages.preformatted(text)}</div>"))
-    about = (
-        f"The first {_PROMPT} tokens of a held-out document, continued by up to {most} tokens with temperature "
-        f"{_TEMPERATURE} and seed {seed}, routers deciding causally. One sample of each, the first that was drawn."
-    )
-    return pages.join([pages.paragraph(about), pages.row(shown)])
+        shown.append(pages.fill("study_sample", variant=name, text=pages.preformatted(text)))
+    how = {"prompt": _PROMPT, "most": most, "temperature": _TEMPERATURE, "seed": seed}
+    return pages.fill("study_samples", samples=pages.row(shown), **how)
 
 
 def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:

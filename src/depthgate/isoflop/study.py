@@ -58,7 +58,7 @@ class Study:
         recorded = self._recorded()
         mine, before = asked or command("isoflop", config), recorded.get("commands", [])
         self.commands: list[str] = [*(each for each in before if each != mine), mine]
-        # Of the options that must match for two studies to be comparable.
+        # The key is a hash of the options that must match for two studies to be comparable.
         same = json.dumps({name: value for name, value in self.options.items() if name not in _GROWS}, sort_keys=True)
         self.key = recorded.get("study") or hashlib.sha256(same.encode()).hexdigest()[:16]
         path = self.out / RESULTS
@@ -106,7 +106,7 @@ class Study:
             return {}
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            old = {name: found.get(name) for name in self.options}
+            old = {name: found.get(name, getattr(IsoflopConfig, name, None)) for name in self.options}
         except (ValueError, AttributeError):
             raise DepthgateError(f"{path} is damaged: choose another --out") from None
         differ = [n for n, value in self.options.items() if old[n] != value and not (extend and n in _GROWS)]
