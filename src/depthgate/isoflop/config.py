@@ -4,7 +4,7 @@ import difflib
 import json
 import shlex
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -38,8 +38,8 @@ class Variant:
     single size; the others have one for every width."""
 
     name: str
-    model: dict[str, Any] = field(hash=False)
-    training: dict[str, Any] = field(hash=False)
+    model: dict[str, Any]
+    training: dict[str, Any]
 
     def shape(self, dim: int, vocab: int, context: int) -> ModelConfig:
         """The model of one width: depth grows with it. A layer that most tokens skip costs little, so a variant with
@@ -71,10 +71,11 @@ def parse_variant(text: str) -> Variant:
     places = {f.name: (training, f) for f in fields(TrainConfig)} | {f.name: (model, f) for f in fields(ModelConfig)}
     keys = [each.partition("=")[0] for each in options]
     for key, equals, given in (each.partition("=") for each in options):
-        why = "is not an option that a variant can set, such as capacity=0.25"
-        if not equals or key not in places or key in _FIXED or keys.count(key) > 1:
-            why = "stands twice, give it once" if keys.count(key) > 1 else why
-            raise InvalidValueError(f"variants has {text!r}: {key} {why}")
+        if keys.count(key) > 1:
+            raise InvalidValueError(f"variants has {text!r}: {key} stands twice, give it once")
+        if not equals or key not in places or key in _FIXED:
+            why = "is not an option that a variant can set, such as capacity=0.25"
+            raise InvalidValueError(f"variants has {text!r}: {key!r} {why}")
         value: Any = given.replace("+", ",")
         with suppress(ValueError):
             value = json.loads(value)  # a number, true or false
@@ -114,7 +115,7 @@ class IsoflopConfig(Options):
     lr_sweep: bool = option(False, "first find learning rates for each variant, by trying some at the smallest budget")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
     launcher: str = choice("local", ("local", "ray", "submitit"), "local, ray or submitit")
-    parallel: int | None = count(None, "cells at once, with launcher local; one a core, or one on a GPU", maximum=256)
+    parallel: int | None = count(None, "cells at once, locally; unless given one a core, or one on a GPU", maximum=256)
     cpus: int = count(1, "processor cores of a cell, for ray and submitit", maximum=1024)
     gpus: float = number(0.0, "[0, 1024]", "GPUs of a cell, for ray and submitit; may be a fraction with ray")
     minutes: int = count(240, "longest time of a cell, for submitit", maximum=10**6)

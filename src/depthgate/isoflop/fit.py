@@ -137,7 +137,9 @@ def _fits(points: Points, random: torch.Generator) -> Tensor:
         fitted = low + bend * (torch.tensor(params, dtype=torch.float64).log() - at) ** 2
         scale = math.sqrt(len(points) / freedom) * (_T[freedom - 2] / 1.96 if freedom < len(_T) + 2 else 1.0)
         drawn = torch.randint(len(points), (DRAWS, len(points)), generator=random)
-        fits[1:] = parabolas(params, fitted + scale * (measured - fitted)[drawn])
+        found = parabolas(params, fitted + scale * (measured - fitted)[drawn])
+        # Those without a minimum come last, so that two curves together lose no more of them than the worse one.
+        fits[1:] = found[found[:, 0].isnan().argsort(stable=True)]
     return fits
 
 

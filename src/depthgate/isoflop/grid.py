@@ -222,13 +222,14 @@ def _steps(training: TrainConfig, budget: float) -> tuple[int, float]:
     steps = round(budget / each)
     while steps > 1 and total_flops(training, steps) > budget + each / 2:
         steps -= max(1, int((total_flops(training, steps) - budget) / each))
-    flops, model = total_flops(training, steps), training.model
-    if not 1 <= steps <= _MOST_STEPS or abs(flops / budget - 1) > TOLERANCE:
-        raise InvalidValueError(
-            f"budgets has {budget:g}: a step of the {model.layers}x{model.dim} model, {training.batch} x "
-            f"{model.context} tokens, takes {each:.3g} FLOPs, so no number of steps comes within {TOLERANCE:.0%} of "
-            f"it; {'raise the budget or lower --context' if steps < _MOST_STEPS else 'lower it or raise --batch'}"
-        )
+    flops, model, why = total_flops(training, steps), training.model, ""
+    if steps < 1 or abs(flops / budget - 1) > TOLERANCE:
+        why = f"so no number of steps comes within {TOLERANCE:.0%} of it; raise the budget or lower --context"
+    elif steps > _MOST_STEPS:
+        why = f"so {steps:,} steps are needed; lower it or raise --batch"
+    if why:
+        step = f"a step of the {model.layers}x{model.dim} model, {training.batch} x {model.context} tokens"
+        raise InvalidValueError(f"budgets has {budget:g}: {step}, takes {each:.3g} FLOPs, {why}")
     return steps, flops
 
 

@@ -207,8 +207,8 @@ def _fitted(curves: Sequence[Curve], best: Sequence[Row]) -> dict[str, object]:
     names = dict.fromkeys(curve.variant for curve in curves)
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
     if any(len(line) > 1 for line in lines.values()):
-        about = "The lowest point of each fitted curve that is bracketed on both sides."
-        chart = line_chart("Best loss", about, lines, "training TFLOPs", _LOSS, log_x=True, marks=lines)
+        which = "The lowest point of each fitted curve that is bracketed on both sides."
+        chart = line_chart("Best loss", which, lines, "training TFLOPs", _LOSS, log_x=True, marks=lines)
         sections["The best loss against the budget"] = chart
     return sections
 
