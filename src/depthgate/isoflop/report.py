@@ -77,7 +77,7 @@ def print_grid(study: Study, as_json: bool) -> None:
     """Print the cells that the study would run, and how long they would take."""
     config, cells = study.config, study.cells
     rate, flops = _speed(study), sum(cell.flops for cell in cells)
-    rows = [{**cell.described(), "estimated_seconds": _finite(cell.flops / rate)} for cell in cells]
+    rows = [{**cell.described(), "estimated_seconds": _finite(float(f"{cell.flops / rate:.2g}"))} for cell in cells]
     if as_json:
         print(json.dumps({"cells": rows, "flops": flops, "estimated_seconds": _finite(flops / rate)}))
         return
