@@ -17,16 +17,7 @@ from depthgate.hf.decoder_weights import export, to_decoder
 from depthgate.hf.families import Routing
 from depthgate.hf.layer import routed_layers
 
-__all__ = [
-    "Routing",
-    "convert",
-    "export",
-    "layer_changes",
-    "register",
-    "routed_layers",
-    "set_capacity",
-    "to_decoder",
-]
+__all__ = ["Routing", "convert", "export", "layer_changes", "register", "routed_layers", "set_capacity", "to_decoder"]
 
 if find_spec("transformers") is not None:
     register()

@@ -45,8 +45,7 @@ class _Slotted(_Layer):  # type: ignore[misc]
             indices = indices.to(self.keys.device)
             self.keys, self.values = self.keys[indices], self.values[indices]
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.slots is not None:
@@ -79,18 +78,15 @@ class RaggedLayer(_Slotted, DynamicLayer):  # type: ignore[misc]
         rows, real, index, most = self._next
         held = _writable(getattr(self, name))
         assert self.slots is not None
-        if held.shape[2] < self.slots.shape[1]:
-            held = F.pad(held, (0, 0, 0, self.slots.shape[1] - held.shape[2]))
+        B, L = self.slots.shape
+        if held.numel() == 0:
+            held = new.new_zeros(B, new.shape[1], L, new.shape[3])
+        elif held.shape[2] < L:
+            held = F.pad(held, (0, 0, 0, L - held.shape[2]))
         put = Tensor.index_put if torch.is_grad_enabled() else Tensor.index_put_
         held = put(held.transpose(1, 2), index, new.transpose(1, 2)[real]).transpose(1, 2)
         setattr(self, name, held)
         return held[:, :, :most] if rows is None else held[rows, :, :most]
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        assert self.slots is not None
-        for name, new in (("keys", key_states), ("values", value_states)):
-            setattr(self, name, new.new_zeros(len(self.slots), new.shape[1], 0, new.shape[3]))
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -168,13 +164,12 @@ def store_of(cache: Any, index: int) -> Any:
     layer = cache.layers[index]
     if isinstance(layer, _Slotted):
         return layer
-    if cache.offloading:
-        raise DepthgateError("routed layers cannot use an offloaded cache: use cache_implementation='dynamic'")
+    ours = {StaticLayer: FixedLayer, StaticSlidingWindowLayer: FixedWindowLayer}.get(type(layer))
+    if cache.offloading or (layer.is_compileable and ours is None):
+        what = "an offloaded cache" if cache.offloading else f"a {type(layer).__name__}"
+        raise DepthgateError(f"routed layers cannot use {what}: use cache_implementation='dynamic'")
     if layer.get_seq_length():
         raise DepthgateError(f"layer {index} of the cache holds tokens of another model: start with an empty cache")
-    ours = {StaticLayer: FixedLayer, StaticSlidingWindowLayer: FixedWindowLayer}.get(type(layer))
-    if layer.is_compileable and ours is None:
-        raise DepthgateError(f"routed layers cannot use a {type(layer).__name__}: use cache_implementation='dynamic'")
     places = getattr(layer, "max_cache_len", None)
     cache.layers[index] = RaggedLayer() if ours is None else ours(places, sliding_window=places)
     return cache.layers[index]

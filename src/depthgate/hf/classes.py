@@ -6,6 +6,7 @@ config.json names a small file in the folder (auto_map), which imports the class
 
 import warnings
 from functools import cache, partial, wraps
+from inspect import signature
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.hf.families import FAMILIES, PREFIX, Routing, decoder_layers, modeling
 from depthgate.hf.folder import CODE, check_code, code_names
-from depthgate.hf.inputs import PADDING, argument_names, hand_down
+from depthgate.hf.inputs import PADDING, hand_down
 from depthgate.hf.layer import DepthRouter, RoutedLayer
 from depthgate.routing.causal import Predictor
 from depthgate.routing.routers import TopTokens
@@ -25,10 +26,7 @@ ROUTER = "depth_router"
 TESTED = (5, 18)  # of transformers: the tests pass with it and with 5.22
 OLDEST = (5, 17)  # all of them pass except a few of assisted decoding
 
-_OPENS_THIS_MODEL = '''"""Opens this model with from_pretrained(folder, trust_remote_code=True).
-
-Its code is that of the package depthgate: pip install depthgate
-"""
+_CODE_TEXT = '''"""Opens this model with from_pretrained(folder, trust_remote_code=True): pip install depthgate"""
 
 from depthgate.hf.classes import {}
 '''
@@ -53,7 +51,7 @@ class RoutedConfig(_Base):  # type: ignore[misc]
         if not folder.is_file():  # which transformers refuses
             names = ", ".join(name.partition(".")[2] for name in code_names(self.model_type).values())
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{CODE}.py").write_text(_OPENS_THIS_MODEL.format(names), encoding="utf-8")
+            (folder / f"{CODE}.py").write_text(_CODE_TEXT.format(names), encoding="utf-8")
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
@@ -109,7 +107,7 @@ def install(model: Any) -> None:
         layer.__class__ = layer_class(kind)
         if "_old_forward" in vars(layer):  # called by a hook of accelerate that is on the layer already
             layer._old_forward = MethodType(type(layer).forward, layer)
-    names = argument_names(type(decoder).forward)
+    names = tuple(signature(type(decoder).forward).parameters)[1:]  # without self
     decoder.register_forward_pre_hook(partial(hand_down, names, routing.rule_loss), with_kwargs=True)
     # Names that transformers looks at when it places a model on devices.
     model._no_split_modules = {*(model._no_split_modules or ()), layer_class(kind).__name__}
@@ -146,7 +144,7 @@ def layer_class(kind: str) -> type[RoutedLayer]:
     """The routed decoder layer of a family."""
     family = FAMILIES[kind]
     base = getattr(modeling(kind), family.layer)
-    body = {"family": family, "names": argument_names(base.forward)[1:], "__module__": __name__}
+    body = {"family": family, "names": tuple(signature(base.forward).parameters)[2:], "__module__": __name__}
     return type(f"MoD{family.layer}", (RoutedLayer, base), body)
 
 
@@ -211,13 +209,11 @@ def register() -> None:
     # AutoTokenizer goes by the type of the model, for some types against the tokenizer's files: routed models have the
     # tokenizers of their family.
     names = tokenization_auto.TOKENIZER_MAPPING_NAMES
+    names.update({PREFIX + kind: names[kind] for kind in FAMILIES if kind in names})
     wrong: set[str] = getattr(tokenization_auto, "MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS", set())
+    wrong.update({PREFIX + kind for kind in FAMILIES if kind in wrong})
     for kind in FAMILIES.keys() & configuration_auto.CONFIG_MAPPING_NAMES.keys():  # this transformers may lack some
         transformers.AutoConfig.register(PREFIX + kind, config_class(kind), exist_ok=True)
-        if kind in names:
-            names[PREFIX + kind] = names[kind]
-        if kind in wrong:
-            wrong.add(PREFIX + kind)
 
 
 def __getattr__(name: str) -> Any:

@@ -75,11 +75,10 @@ def family_of(model: Any) -> str:
     """The family of a model that can be routed."""
     base: Any = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     if not isinstance(model, base):
-        adapted = hasattr(model, "merge_and_unload")
-        hint = ": call merge_and_unload() and convert what it gives, or convert before the adapter is added"
-        raise InvalidValueError(
-            f"model is a {type(model).__name__}{hint if adapted else ': it must be a transformers model'}"
-        )
+        hint = "it must be a transformers model"
+        if hasattr(model, "merge_and_unload"):
+            hint = "call merge_and_unload() and convert what it gives, or convert before the adapter is added"
+        raise InvalidValueError(f"model is a {type(model).__name__}: {hint}")
     kind, name = str(model.config.model_type), type(model).__name__
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):

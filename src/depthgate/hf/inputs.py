@@ -4,8 +4,6 @@ A hook on the decoder reads them from the decoder's own arguments and hands them
 A token may attend to earlier tokens of its document, within the window; each kind of attention is told in its own way.
 """
 
-import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +47,6 @@ def hand_down(
     mask = mask if padding is None else padding
     valid = None if mask is None else _valid(mask, tokens.shape[:2])
     return args, {**kwargs, KEYWORD: Tokens(valid, doc, causal, most, weight)}
-
-
-def argument_names(method: Callable[..., Any]) -> tuple[str, ...]:
-    """Arguments of a method in order, without self."""
-    return tuple(inspect.signature(method).parameters)[1:]
 
 
 def _check(given: dict[str, Any], config: Any) -> None:

@@ -68,16 +68,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         plan = self._plan(hidden_states, tokens, store)
         y = self._through(hidden_states, plan, tokens.doc, store, keywords)
         store.advance(hidden_states.shape[1])
-        return teach(y, plan, self.router, tokens.rule_loss)
-
-    @property
-    def router(self) -> TopTokens:
-        """The router in use: within what PEFT puts around `depth_router`, its copy or the original."""
-        outer: Any = self.depth_router
-        if isinstance(outer, TopTokens):
-            return outer
-        copies = [outer.modules_to_save[name] for name in outer.active_adapters if name in outer.modules_to_save]
-        return outer.original_module if outer.disable_adapters or not copies else copies[-1]  # type: ignore[no-any-return]
+        return teach(y, plan, self.depth_router, tokens.rule_loss)
 
     @property
     def _attention(self) -> Any:
@@ -156,15 +147,15 @@ def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
 
     It is the same tensor; when a gradient comes back through it, the rule's loss adds its own, or the threshold moves.
     That happens once a step with any kind of activation checkpointing, where a plan kept on the module would lose its
-    gradient, and a counter would count twice. The rule's loss is not divided by the number of accumulated batches
-    (a call may give another `rule_loss`), and not multiplied by the scale of a gradient scaler: the layer does not know
-    them. Where no gradient comes back, below the first weight that is trained, thresholds stay; and each process moves
-    its own.
+    gradient, and a counter would count twice. The scale of a gradient scaler and the number of accumulated batches are
+    not known here: a call may give another `rule_loss`. Where no gradient comes back, below the first weight that is
+    trained, thresholds stay; and each process moves its own.
     """
     if plan.causal or not router.training or not torch.is_grad_enabled() or not y.requires_grad:
         return y
-    if isinstance(router.rule, Threshold):
-        return _InBackward.apply(y, None, lambda: router.update(plan))  # type: ignore[no-any-return, no-untyped-call]
+    rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy
+    if isinstance(rule, Threshold):
+        return _InBackward.apply(y, None, lambda: rule.update(plan.scores, plan.valid, capacity))  # type: ignore[no-any-return, no-untyped-call]
     if weight and plan.decision.requires_grad:
         return _InBackward.apply(y, weight * causal_bce(plan), None)  # type: ignore[no-any-return, no-untyped-call]
     return y
