@@ -141,7 +141,7 @@ def _rows(name: str, model: Decoder, config: argparse.Namespace) -> list[dict[st
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
                 row |= _decoded(engine, batch, config)
                 if engine.cache is not None:
-                    row["kv_bytes"] = engine.cache.nbytes
+                    row["kv_bytes"] = engine.cache_bytes
                 rows.append(row)
                 measure.say(json.dumps(row))
                 del engine

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from depthgate.cache import Cache, LayerCache
+from depthgate.cache import LayerCache
 
 G, D = 2, 3
 
@@ -111,16 +111,15 @@ def test_memory_follows_the_longest_row_not_the_steps():
     assert cache.store.k.shape[2] <= 160
 
 
-def test_all_layers_together():
-    cache = Cache(2, 2)
+def test_rows_change_places_and_come_several_times():
+    cache = LayerCache(2)
     k = torch.arange(2.0)[:, None, None, None].expand(2, 1, 1, 4)
-    for layer in cache:
-        layer.append(k, k, torch.zeros(2, 1, dtype=torch.long))
+    cache.append(k, k, torch.zeros(2, 1, dtype=torch.long))
     cache.select(torch.tensor([0, 0, 1, 1]))
-    assert [layer.store.k[:, 0, 0, 0].tolist() for layer in cache] == [[0, 0, 1, 1]] * 2
+    assert cache.store.k[:, 0, 0, 0].tolist() == [0, 0, 1, 1]
     cache.select(torch.tensor([3, 0]))
-    assert [layer.store.k[:, 0, 0, 0].tolist() for layer in cache] == [[1, 0]] * 2
-    assert [layer.rows for layer in cache] == [2, 2]
-    assert cache.nbytes == sum(t.nbytes for layer in cache for t in (layer.store.k, layer.store.v))
+    assert cache.store.k[:, 0, 0, 0].tolist() == [1, 0]
+    assert cache.rows == 2
+    assert cache.nbytes == cache.store.k.nbytes + cache.store.v.nbytes
     cache.crop(0)
-    assert [layer.store.lengths.tolist() for layer in cache] == [[0, 0]] * 2
+    assert cache.store.lengths.tolist() == [0, 0]

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from depthgate.errors import InvalidValueError, check_count
-
 _STEP = 8  # entries a row grows by at least, so that one more token rarely copies those before it
 _GROWTH = 1.25
 
@@ -29,6 +27,11 @@ class Store(NamedTuple):
         """Places of a row."""
         return self.pos.shape[1] - 1
 
+    @property
+    def longest(self) -> int:
+        """Entries of the longest row. Waits for the device."""
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
     def resized(self, size: int, used: int) -> "Store":
         """The same entries, all of them in the first `used` places, in rows of `size` places."""
         more = size + 1 - used
@@ -40,20 +43,15 @@ class LayerCache:
     """The cache of one layer. Memory is taken at the first append, when shapes are known."""
 
     def __init__(self, rows: int) -> None:
-        self.rows = check_count(rows, "rows", minimum=0)
+        self.rows = rows
         self.store: Store | None = None
         self.most = 0  # at least the length of the longest row: known without waiting for the device
 
-    def append(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def append(
+        self, k: Tensor, v: Tensor, pos: Tensor, rows: Tensor | slice = slice(None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Store k and v (B, G, T, d) of positions pos (B, T), without those of pos < 0, and return everything stored,
         with pos -1 in places that hold nothing. The positions of a row ascend, and come after those it holds."""
-        return self._append(k, v, pos, slice(None))
-
-    def at(self, rows: Tensor) -> "RowsOfCache":
-        """These rows (A,), as a cache of their own."""
-        return RowsOfCache(self, rows)
-
-    def _append(self, k: Tensor, v: Tensor, pos: Tensor, rows: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
         store = self._room(k, v, pos.shape[1])
         real = pos >= 0
         lengths = store.lengths[rows, None] + real.cumsum(1)  # after each token
@@ -65,19 +63,24 @@ class LayerCache:
         store.lengths[rows] += real.sum(1)
         return store.k[rows, :, : self.most], store.v[rows, :, : self.most], store.pos[rows, : self.most]
 
+    def at(self, rows: Tensor) -> "RowsOfCache":
+        """These rows (A,), as a cache of their own."""
+        return RowsOfCache(self, rows)
+
     def _room(self, k: Tensor, v: Tensor, tokens: int) -> Store:
         """The buffers, with room for `tokens` more in every row. Waits for the device, to learn the length of the
         longest row, only where `most` has come to the end of the room."""
         if self.store is None:
-            size = _rounded(tokens)
-            pos = torch.full((self.rows, size + 1), -1, device=k.device)
-            new_k, new_v = (x.new_zeros(self.rows, x.shape[1], size + 1, x.shape[3]) for x in (k, v))
-            self.store = Store(new_k, new_v, pos, torch.zeros(self.rows, dtype=torch.long, device=k.device))
-        elif self.most + tokens > self.store.size:
-            self.most = _longest(self.store)
-            if self.most + tokens > self.store.size:
-                size = _rounded(max(self.most + tokens, int(_GROWTH * self.most)))
-                self.store = self.store.resized(size, self.most)
+            self.store = Store(
+                *(x.new_zeros(self.rows, x.shape[1], 1, x.shape[3]) for x in (k, v)),
+                torch.full((self.rows, 1), -1, device=k.device),
+                torch.zeros(self.rows, dtype=torch.long, device=k.device),
+            )
+        if self.most + tokens > self.store.size:
+            self.most = self.store.longest
+        if self.most + tokens > self.store.size:
+            size = max(self.most + tokens, int(_GROWTH * self.most))
+            self.store = self.store.resized(-(-size // _STEP) * _STEP, self.most)
         self.most += tokens
         return self.store
 
@@ -97,7 +100,7 @@ class LayerCache:
     def trim(self) -> None:
         """Give back memory that holds nothing. Waits for the device."""
         if self.store is not None:
-            self.most = _longest(self.store)
+            self.most = self.store.longest
             self.store = self.store.resized(self.most, self.most)
 
     @property
@@ -106,51 +109,14 @@ class LayerCache:
         return 0 if self.store is None else self.store.k.nbytes + self.store.v.nbytes
 
 
-class RowsOfCache:
+class RowsOfCache(NamedTuple):
     """Some rows of a layer's cache."""
 
-    def __init__(self, cache: LayerCache, rows: Tensor) -> None:
-        self.cache, self.rows = cache, rows
+    cache: LayerCache
+    rows: Tensor
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.cache._append(k, v, pos, self.rows)
+        return self.cache.append(k, v, pos, self.rows)
 
     def at(self, rows: Tensor) -> "RowsOfCache":
         return RowsOfCache(self.cache, self.rows[rows])
-
-
-def _longest(store: Store) -> int:
-    return int(store.lengths.max()) if len(store.lengths) else 0
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _STEP) * _STEP
-
-
-class Cache(list[LayerCache]):
-    """The caches of all layers of a model."""
-
-    def __init__(self, layers: int, rows: int) -> None:
-        super().__init__(LayerCache(rows) for _ in range(check_count(layers, "layers", minimum=0)))
-
-    def crop(self, position: int | Tensor) -> None:
-        """Forget what is at `position` and after it, in every layer."""
-        for layer in self:
-            layer.crop(position)
-
-    def select(self, rows: Tensor) -> None:
-        """Go on with these rows, in every layer: finished ones leave, beams change places."""
-        if rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
-            raise InvalidValueError(f"rows is {rows.dtype} of shape {tuple(rows.shape)}: give whole numbers (N,)")
-        for layer in self:
-            layer.select(rows)
-
-    def trim(self) -> None:
-        """Give back memory that holds nothing, in every layer."""
-        for layer in self:
-            layer.trim()
-
-    @property
-    def nbytes(self) -> int:
-        """Memory taken for keys and values."""
-        return sum(layer.nbytes for layer in self)

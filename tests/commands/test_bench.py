@@ -72,7 +72,7 @@ def test_a_cache_that_is_wrong_gets_no_time(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = LayerCache.append
-    monkeypatch.setattr(LayerCache, "append", lambda self, k, v, pos: real(self, k, -3 * v, pos))
+    monkeypatch.setattr(LayerCache, "append", lambda self, k, v, *at: real(self, k, -3 * v, *at))
     assert main([*BENCH, "--json", "--models=mod"]) == 2
     captured = capsys.readouterr()
     assert json.loads(captured.out)["rows"] == [{"model": "mod", "error": "logits with and without a cache differ"}]

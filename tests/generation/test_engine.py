@@ -80,7 +80,7 @@ def test_a_layer_stores_and_computes_only_what_enters_it():
     entered = [sum(r.routed[i] for r in todo) for i in range(2)]
     # Chunks of a prefill are padded at the left, and a dense layer is given that padding as well.
     assert computed == [fed, entered[0], fed, entered[1]]
-    stored = [int(layer.store.lengths.sum()) for layer in engine.cache]
+    stored = [int(layer.store.lengths.sum()) for layer in engine.caches]
     assert stored == [fed, entered[0], fed, entered[1]]
     assert 0 < sum(entered) < 2 * fed
 
@@ -103,13 +103,13 @@ def test_a_long_row_that_leaves_gives_its_memory_back():
     engine = Engine(model, 2)
     texts = [torch.randint(257, (n,)).tolist() for n in (40, 3)]
     engine.prefill(texts)
-    before = engine.cache.nbytes
+    before = engine.cache_bytes
     engine.select(torch.tensor([1]))
     alone = Engine(model, 1)
     alone.prefill(texts[1:])
     for each in (engine, alone):
         each.step(torch.tensor([7]))
-    assert engine.cache.nbytes <= alone.cache.nbytes < before / 4
+    assert engine.cache_bytes <= alone.cache_bytes < before / 4
 
 
 def test_stop_strings_end_the_text():

@@ -269,18 +269,6 @@ def test_bad_options_are_refused_by_name_and_value(name, values):
             Sampling(**{name: value})
 
 
-def test_what_a_choice_needs_is_asked_for():
-    logits = torch.zeros(2, 5)
-    with pytest.raises(InvalidValueError, match="numbers is None"):
-        pick(logits, Sampling())
-    with pytest.raises(InvalidValueError, match=r"numbers is \(3,\)"):
-        pick(logits, Sampling(), None, torch.zeros(3))
-    with pytest.raises(InvalidValueError, match=r"seen is None .* repetition_penalty 1.1"):
-        pick(logits, Sampling(temperature=0, repetition_penalty=1.1))
-    with pytest.raises(InvalidValueError, match=r"logits are \(5,\)"):
-        pick(logits[0], Sampling(temperature=0))
-
-
 @pytest.mark.parametrize(
     "options",
     [

@@ -39,8 +39,8 @@ def main() -> None:
             tokens[step % 3] = step % 64  # not the same text for ever
         logits = engine.step(tokens).logits
         if step == steps // 10:
-            early = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache.nbytes)
-    rss, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache.nbytes
+            early = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache_bytes)
+    rss, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache_bytes
     seconds = time.perf_counter() - start
     print(f"{steps} steps in {seconds:.0f} s; peak memory {early[0] / 1024:.1f} -> {rss / 1024:.1f} MiB; ", end="")
     print(f"cache {early[1]} -> {kept} bytes")

@@ -3,13 +3,14 @@ leave the batch."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from depthgate.cache import Cache
+from depthgate.cache import LayerCache
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.beams import Beams
 from depthgate.generation.config import Sampling
@@ -34,7 +35,7 @@ class Pass(NamedTuple):
 
 
 class Engine:
-    """A model and what it has read of every row: in a cache, or as tokens that it reads again each time."""
+    """A model and what it has read of every row: in caches, or as tokens that it reads again each time."""
 
     def __init__(self, model: Decoder, rows: int, cached: bool = True, chunk: int = 512) -> None:
         self.model, self.cached, self.chunk = model, cached, check_count(chunk, "chunk")
@@ -46,8 +47,13 @@ class Engine:
     def restart(self, rows: int) -> None:
         """Forget everything, and go on with so many rows."""
         self.lengths = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens that were read
-        self.cache = Cache(len(self.model.layers), rows) if self.cached else None
-        self.history = self.lengths.new_zeros(2, rows, 0)  # without a cache: tokens and positions
+        self.caches = [LayerCache(rows) for _ in self.model.layers] if self.cached else []
+        self.history = self.lengths.new_zeros(2, rows, 0)  # without caches: tokens and positions
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that keys and values take now."""
+        return sum(layer.nbytes for layer in self.caches)
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Pass:
@@ -63,47 +69,41 @@ class Engine:
         return self._read(tokens[:, None], self.lengths[:, None])
 
     def _read(self, tokens: Tensor, pos: Tensor) -> Pass:
+        parts = torch.stack([tokens, pos]).split(self.chunk, 2)
+        entered = []  # the routed layers that took each token, (L, B, T) for each part
         try:
-            x, entered = self._chunks(tokens, pos)
+            if not self.cached:
+                self.history = torch.cat([self.history, *parts], 2)
+                parts = (self.history,)
+            for ids, places in parts:
+                x, plans = self.model.hidden(ids, places, causal=True, caches=self.caches or None)
+                chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
+                entered.append(torch.stack(chosen) if chosen else places.new_zeros(0, *places.shape, dtype=torch.bool))
         except BaseException:  # also Ctrl-C: an interrupted pass leaves nothing behind
             self.crop(self.lengths)
             raise
+        self.kv_bytes = max(self.kv_bytes, self.cache_bytes)
         self.lengths = self.lengths + (pos >= 0).sum(1)
-        everywhere = len(self.model.layers) - len(entered)
-        depths = torch.where(pos >= 0, entered.sum(0) + everywhere, -1)
-        return Pass(self.model.head(x[:, -1]).float(), depths, entered.sum(2).T)
-
-    def _chunks(self, tokens: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        """Input of the head for the last chunk, and the tokens that entered each routed layer, (L, B, T) bool."""
-        new, chunk = tokens.shape[1], self.chunk
-        if self.cache is None:
-            self.history = torch.cat([self.history, torch.stack([tokens, pos])], 2)
-            (tokens, pos), chunk = self.history, self.history.shape[2]
-        entered = []
-        for ids, places in zip(torch.split(tokens, chunk, 1), torch.split(pos, chunk, 1), strict=True):
-            x, plans = self.model.hidden(ids, places, causal=True, caches=self.cache)
-            chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
-            entered.append(torch.stack(chosen) if chosen else ids.new_zeros(0, *ids.shape, dtype=torch.bool))
-        if self.cache is not None:
-            self.kv_bytes = max(self.kv_bytes, self.cache.nbytes)
-        return x, torch.cat(entered, 2)[:, :, -new:]
+        routed = torch.cat(entered, 2)[:, :, -tokens.shape[1] :]
+        depths = torch.where(pos >= 0, routed.sum(0) + len(self.model.layers) - len(routed), -1)
+        return Pass(self.model.head(x[:, -1]).float(), depths, routed.sum(2).T)
 
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:
         """Go on with these rows (N,), in this order."""
         fewer = len(rows) < len(self.lengths)
         self.lengths, self.history = self.lengths[rows], self.history[:, rows]
-        if self.cache is not None:
-            self.cache.select(rows)
+        for layer in self.caches:
+            layer.select(rows)
             if fewer:  # the longest may have left
-                self.cache.trim()
+                layer.trim()
 
     @torch.inference_mode()
     def crop(self, lengths: Tensor) -> None:
         """Go on with the first tokens of every row, as many as `lengths` (B,) says."""
         self.lengths = torch.minimum(self.lengths, lengths)
-        if self.cache is not None:
-            self.cache.crop(lengths)
+        for layer in self.caches:
+            layer.crop(lengths)
         tokens, pos = self.history
         self.history = torch.stack([tokens, torch.where(pos < lengths[:, None], pos, -1)])
 
@@ -124,14 +124,14 @@ class _Row:
         finish = "end" if token == self.end else "stop" if stream.stopped else finish
         text += stream.finish() if finish is not None else ""
         result.tokens.append(token)
-        result.text += text
+        result.pieces.append(text)
         result.finish = finish
         return Event(self.number, token, text, result.depths[-1], finish)
 
     def close(self) -> None:
         """Add what was held back to the text."""
-        self.stream.finish()
-        self.result.text = self.stream.text
+        if self.result.pieces:
+            self.result.pieces[-1] += self.stream.finish()
 
 
 def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
@@ -178,12 +178,11 @@ def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Genera
             result.finish = beams.best.finish
         finally:
             best = beams.best
-            texts = pieces(best.tokens, engine.tokenizer, sampling.stops)
             result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
-            result.text = "".join(texts)
+            result.pieces = pieces(best.tokens, engine.tokenizer, sampling.stops)
         depths = best.depths[len(result.prompt_tokens) - 1 :]
-        for i, (token, text, depth) in enumerate(zip(best.tokens, texts, depths, strict=True)):
-            yield Event(number, token, text, depth, best.finish if i + 1 == len(texts) else None)
+        finishes = [None] * (len(best.tokens) - 1) + [best.finish]
+        yield from map(partial(Event, number), best.tokens, result.pieces, depths, finishes)
 
 
 def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:

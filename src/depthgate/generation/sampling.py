@@ -25,7 +25,7 @@ def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, numbers
     if sampling.greedy:
         return _penalised(logits, sampling, seen).argmax(-1)
     ends = weights(logits, sampling, seen).cumsum(-1)  # (B, V): where each token's interval ends
-    numbers = _fitting("numbers", numbers, logits, logits.shape[:1], "give one number in [0, 1) for each row")
+    assert numbers is not None
     total = ends[:, -1]
     # The largest numbers may round to the very end, where no token lies.
     target = torch.minimum((numbers.double() * total).long(), total - 1).clamp(min=0)
@@ -70,23 +70,12 @@ def check_logits(logits: Tensor) -> None:
 
 def _penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """Logits in fp32; those of seen tokens made smaller (CTRL, Keskar et al. 2019, section 4.1)."""
-    if logits.dim() != 2 or not logits.shape[1]:
-        raise InvalidValueError(f"logits are {tuple(logits.shape)}: they must be (rows, vocabulary)")
     x = logits.float()
-    if sampling.repetition_penalty == 1:
+    if seen is None:
         return x
-    why = f"repetition_penalty {sampling.repetition_penalty} needs the tokens that occurred, of the same shape"
-    seen = _fitting("seen", seen, x, x.shape, why)
     penalty = _tame(sampling.repetition_penalty)
     smaller = torch.where(x < 0, x * penalty, x / penalty).clamp(max=torch.finfo(x.dtype).max)
     return torch.where(seen, smaller, x)
-
-
-def _fitting(name: str, given: Tensor | None, logits: Tensor, shape: torch.Size, remedy: str) -> Tensor:
-    if given is None or given.shape != shape:
-        found = None if given is None else tuple(given.shape)
-        raise InvalidValueError(f"{name} is {found} for logits {tuple(logits.shape)}: {remedy}")
-    return given
 
 
 def _tame(value: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from depthgate.data.tokenizer import TextTokenizer
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import InvalidValueError
 from depthgate.model import Decoder
 
 Prompt = str | Sequence[int] | Tensor
@@ -50,10 +50,15 @@ class Generation:
     prompt: str
     prompt_tokens: list[int]
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)  # text of each token, with what was held back before it
     finish: str | None = None  # end: its end token; stop: a stop string; length: max_new_tokens; context: no room left
     depths: list[int] = field(default_factory=list)  # layers of every token but the last, prompt included
     routed: list[int] = field(default_factory=list)  # tokens that entered each routed layer
+
+    @property
+    def text(self) -> str:
+        """All pieces together."""
+        return "".join(self.pieces)
 
     @property
     def routed_share(self) -> list[float]:
@@ -124,27 +129,19 @@ class TextStream:
         self._stop = tuple(stop)
         self._decode = _decoder(tokenizer)
         self._held = ""
-        self._finished = False
-
-    def push(self, token: int) -> str:
-        """The new text that is safe to show; nothing once a stop string occurred."""
-        if self._finished:
-            raise DepthgateError("push after finish: make a new TextStream for further tokens")
-        return "" if self.stopped else self._release(self._decode(token))
 
     def finish(self) -> str:
         """The rest: what was held back, and U+FFFD for half a UTF-8 sequence."""
-        over, self._finished = self._finished or self.stopped, True
-        return "" if over else self._release(self._decode(None))
+        return self.push(None)
 
-    def _release(self, new: str) -> str:
-        known = self._held + new
+    def push(self, token: int | None) -> str:
+        """The new text that is safe to show; nothing once a stop string occurred."""
+        if self.stopped:
+            return ""
+        known = self._held + self._decode(token)
         found = [(at + len(s), at) for s in self._stop if (at := known.find(s)) >= 0]
-        if found:
-            self.stopped = True
-            cut = min(found)[1]
-        else:
-            cut = len(known) - (0 if self._finished else self._doubtful(known))
+        self.stopped = bool(found)
+        cut = min(found)[1] if found else len(known) - (0 if token is None else self._doubtful(known))
         self._held = known[cut:]
         self.text += known[:cut]
         return known[:cut]
