@@ -72,10 +72,9 @@ def _calibrate(model: Decoder) -> None:
 def _filled(model: Decoder, batch: int, context: int) -> Engine:
     """An engine whose cache holds `context` tokens of random keys and values; routed layers their share of them."""
     engine = Engine(model, batch)
-    assert engine.cache is not None
     c = model.config
     heads, size = c.kv_heads or c.heads, c.head_size
-    for layer, store in zip(model.layers, engine.cache, strict=True):
+    for layer, store in zip(model.layers, engine.caches, strict=True):
         share = layer.router.capacity if isinstance(layer, MoD) else 1.0
         n = max(1, int(share * context))
         pos = torch.arange(context, device=engine.device)[-n:].expand(batch, n)

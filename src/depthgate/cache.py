@@ -71,11 +71,9 @@ class LayerCache:
         """The buffers, with room for `tokens` more in every row. Waits for the device, to learn the length of the
         longest row, only where `most` has come to the end of the room."""
         if self.store is None:
-            self.store = Store(
-                *(x.new_zeros(self.rows, x.shape[1], 1, x.shape[3]) for x in (k, v)),
-                torch.full((self.rows, 1), -1, device=k.device),
-                torch.zeros(self.rows, dtype=torch.long, device=k.device),
-            )
+            no_k, no_v = (x.new_zeros(self.rows, x.shape[1], 1, x.shape[3]) for x in (k, v))
+            no_pos = torch.full((self.rows, 1), -1, device=k.device)
+            self.store = Store(no_k, no_v, no_pos, torch.zeros(self.rows, dtype=torch.long, device=k.device))
         if self.most + tokens > self.store.size:
             self.most = self.store.longest
         if self.most + tokens > self.store.size:

@@ -14,18 +14,8 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from depthgate import __version__
-from depthgate.config import (
-    BenchConfig,
-    ConvertConfig,
-    DemoConfig,
-    EvalConfig,
-    FinetuneConfig,
-    PresetsConfig,
-    RunConfig,
-    TrainConfig,
-    ViewConfig,
-    build,
-)
+from depthgate import config as configs
+from depthgate.config import RunConfig, TrainConfig
 from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.config import GenerateConfig
@@ -34,15 +24,15 @@ from depthgate.presets import preset, settle_vocab
 
 VERBS: dict[str, type[Any]] = {
     "train": TrainConfig,
-    "eval": EvalConfig,
+    "eval": configs.EvalConfig,
     "isoflop": IsoflopConfig,
     "generate": GenerateConfig,
-    "convert": ConvertConfig,
-    "finetune": FinetuneConfig,
-    "view": ViewConfig,
-    "presets": PresetsConfig,
-    "bench": BenchConfig,
-    "demo": DemoConfig,
+    "convert": configs.ConvertConfig,
+    "finetune": configs.FinetuneConfig,
+    "view": configs.ViewConfig,
+    "presets": configs.PresetsConfig,
+    "bench": configs.BenchConfig,
+    "demo": configs.DemoConfig,
 }
 _usual_loader = get_loader("yaml")
 
@@ -164,7 +154,7 @@ def _run(argv: Sequence[str]) -> int:
     options = parse(argv)
     verb, given = options.verb, options[options.verb]
     extra = {"resume": given.resume} if issubclass(VERBS[verb], RunConfig) else {}
-    config = build(VERBS[verb], given)
+    config = configs.build(VERBS[verb], given)
     code = import_module(f"depthgate.commands.{verb}").run(config, given.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from depthgate.errors import DepthgateWarning
@@ -62,23 +63,14 @@ def guarded() -> Iterator[None]:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, caption: str | None = None
 ) -> None:
-    """A table on stdout: names in the first column, figures in the others. Lines get long before a cell is cut."""
-    from rich import box
-    from rich.console import Console
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), title=title and Text(title))
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console = Console()
-    widest = console.options.update(max_width=1000)
-    console.width = max(console.width, Measurement.get(console, widest, table).maximum)
-    with console.capture() as said:  # rich would end the process where the reader has left
-        console.print(table)
-        if caption:
-            console.print(Text(caption), soft_wrap=True)
-    print(said.get(), end="")
+    """A table on stdout: names in the first column, figures in the others; no cell is cut, however long."""
+    lines = [columns, *rows]
+    widths = [max(map(len, cells)) for cells in zip_longest(*lines, fillvalue="")]
+    lines.insert(1, ["-" * width for width in widths])
+    if title:
+        print(title)
+    for name, *figures in lines:
+        cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]
+        print("  ".join(cells).rstrip())
+    if caption:
+        print(caption)

@@ -172,13 +172,11 @@ def _cpu_name() -> str:
 
 def _commit() -> str | None:
     """The commit of this source tree, "-dirty" where files differ from it; None for an installed package."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        _git("ls-files", "--error-unmatch", "__init__.py")  # a virtual environment may lie inside another repository
-        return _git("describe", "--always", "--dirty", "--exclude=*")
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def _git(*words: str) -> str:
-    here = Path(__file__).parent
-    return subprocess.run(["git", *words], cwd=here, check=True, capture_output=True, text=True).stdout.strip()

@@ -28,13 +28,14 @@ def main() -> None:
     prompts = [torch.randint(64, (n,)).tolist() for n in (3, 9, 20)]
     before = torch.tensor([len(prompt) - 1 for prompt in prompts])
     engine = Engine(model, 3)
-    assert engine.cache is not None
     start, early = time.perf_counter(), (0, 0)
     logits = engine.prefill(prompts).logits
     for step in range(steps):
         tokens = logits.argmax(-1)
         if int(engine.lengths.max()) + 1 >= shape.context:
-            engine.crop(before)
+            engine.lengths = torch.minimum(engine.lengths, before)
+            for layer in engine.caches:
+                layer.crop(before)
             tokens = torch.tensor([prompt[-1] for prompt in prompts])
             tokens[step % 3] = step % 64  # not the same text for ever
         logits = engine.step(tokens).logits

@@ -27,25 +27,16 @@ class Sampling(Options):
     repetition_penalty, temperature, top_k, top_p, min_p."""
 
     temperature: float = number(
-        1.0,
-        "[0, inf)",
-        "divides the logits; 0 takes the likeliest token, 1 samples as the model says",
-        ", where 0 takes the best token",
+        1.0, "[0, inf)", "divides the logits; 0 takes the likeliest token, 1 samples as the model says"
     )
     top_k: int | None = count(
         None, "sample among this many of the likeliest tokens, and those that tie with the last of them"
     )
     top_p: float | None = number(
-        None,
-        "(0, 1]",
-        "sample among the fewest likeliest tokens that together have this probability",
-        ", where 1 keeps every token",
+        None, "(0, 1]", "sample among the fewest likeliest tokens that together have this probability"
     )
     min_p: float | None = number(
-        None,
-        "[0, 1]",
-        "leave out tokens less likely than this share of the likeliest one's probability",
-        ", where 0 keeps every token",
+        None, "[0, 1]", "leave out tokens less likely than this share of the likeliest one's probability"
     )
     repetition_penalty: float = number(
         1.0, "(0, inf)", "above 1 makes tokens of the prompt and of the text so far less likely"

@@ -5,6 +5,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields
 from functools import partial
 from inspect import Parameter, signature
+from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from depthgate.cache import LayerCache
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.beams import Beams
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import Sampler
+from depthgate.generation.sampling import check_logits, pick, uniform
 from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts, tokenizer_of
 from depthgate.model import Decoder
 from depthgate.routing import Slots
@@ -69,19 +70,19 @@ class Engine:
         return self._read(tokens[:, None], self.lengths[:, None])
 
     def _read(self, tokens: Tensor, pos: Tensor) -> Pass:
-        parts = torch.stack([tokens, pos]).split(self.chunk, 2)
-        entered = []  # the routed layers that took each token, (L, B, T) for each part
+        known = torch.cat([self.history, torch.stack([tokens, pos])], 2)
+        entered = []  # the routed layers that took each token, (L, B, T) for each chunk
         try:
-            if not self.cached:
-                self.history = torch.cat([self.history, *parts], 2)
-                parts = (self.history,)
-            for ids, places in parts:
+            for ids, places in torch.split(known, self.chunk if self.cached else known.shape[2], 2):
                 x, plans = self.model.hidden(ids, places, causal=True, caches=self.caches or None)
                 chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
                 entered.append(torch.stack(chosen) if chosen else places.new_zeros(0, *places.shape, dtype=torch.bool))
         except BaseException:  # also Ctrl-C: an interrupted pass leaves nothing behind
-            self.crop(self.lengths)
+            for layer in self.caches:
+                layer.crop(self.lengths)
             raise
+        if not self.cached:
+            self.history = known
         self.kv_bytes = max(self.kv_bytes, self.cache_bytes)
         self.lengths = self.lengths + (pos >= 0).sum(1)
         routed = torch.cat(entered, 2)[:, :, -tokens.shape[1] :]
@@ -97,15 +98,6 @@ class Engine:
             layer.select(rows)
             if fewer:  # the longest may have left
                 layer.trim()
-
-    @torch.inference_mode()
-    def crop(self, lengths: Tensor) -> None:
-        """Go on with the first tokens of every row, as many as `lengths` (B,) says."""
-        self.lengths = torch.minimum(self.lengths, lengths)
-        for layer in self.caches:
-            layer.crop(lengths)
-        tokens, pos = self.history
-        self.history = torch.stack([tokens, torch.where(pos < lengths[:, None], pos, -1)])
 
 
 class _Row:
@@ -139,12 +131,17 @@ def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: in
     back is added. What the engine has read of the prompts is not read again; `drawn` is how many tokens were sampled
     before, in a conversation."""
     prompts = [result.prompt_tokens for result in todo]
-    sampler = Sampler(sampling, prompts, engine.model.config.vocab, engine.device, drawn)
+    seeds = torch.tensor(sampling.seeds(len(todo)), device=engine.device)
+    seen = torch.zeros(len(todo), engine.model.config.vocab, dtype=torch.bool, device=engine.device)
+    for number, ids in enumerate(prompts):
+        seen[number, ids] = True
     rows = [_Row(number, result, engine, sampling) for number, result in enumerate(todo)]
     try:
         found = engine.prefill([ids[read:] for ids, read in zip(prompts, engine.lengths.tolist(), strict=True)])
-        while True:
-            tokens = sampler(found.logits)
+        for step in count(drawn):
+            check_logits(found.logits)
+            tokens = pick(found.logits, sampling, seen, uniform(seeds, step))
+            seen.scatter_(1, tokens[:, None], True)
             for row, depths, routed in zip(rows, *found.ways(), strict=True):
                 row.result.note(depths, routed)
             for row, token in zip(rows, tokens.tolist(), strict=True):
@@ -155,8 +152,7 @@ def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: in
             if len(stay) < len(rows):
                 rows, index = [rows[i] for i in stay], torch.tensor(stay, device=engine.device)
                 engine.select(index)
-                sampler.select(index)
-                tokens = tokens[index]
+                seeds, seen, tokens = seeds[index], seen[index], tokens[index]
             found = engine.step(tokens)
     finally:
         for row in rows:

@@ -4,8 +4,6 @@ A choice is a function of one row's logits and one number: probabilities become 
 order of summing, no other row and no device moves a token's place between 0 and 1.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -71,7 +69,7 @@ def check_logits(logits: Tensor) -> None:
 def _penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """Logits in fp32; those of seen tokens made smaller (CTRL, Keskar et al. 2019, section 4.1)."""
     x = logits.float()
-    if seen is None:
+    if seen is None or sampling.repetition_penalty == 1:
         return x
     penalty = _tame(sampling.repetition_penalty)
     smaller = torch.where(x < 0, x * penalty, x / penalty).clamp(max=torch.finfo(x.dtype).max)
@@ -108,32 +106,3 @@ def _mix(z: Tensor) -> Tensor:
 def _right(z: Tensor, by: int) -> Tensor:
     """Shift right and fill with zeros; >> of a negative number fills with ones."""
     return (z >> by) & ((1 << (64 - by)) - 1)
-
-
-class Sampler:
-    """The next tokens of a batch of requests. `drawn` is how many random numbers each of them has used before."""
-
-    def __init__(
-        self, sampling: Sampling, prompts: Sequence[Sequence[int]], vocab: int, device: torch.device, drawn: int = 0
-    ) -> None:
-        self.sampling, self.drawn = sampling, drawn
-        self.seeds = torch.tensor(sampling.seeds(len(prompts)), device=device)
-        self.seen: Tensor | None = None
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
-            for row, ids in enumerate(prompts):
-                self.seen[row, ids] = True
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        """(B, V) -> (B,). Waits for the device, to check the logits."""
-        check_logits(logits)
-        tokens = pick(logits, self.sampling, self.seen, uniform(self.seeds, self.drawn))
-        self.drawn += 1
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
-        return tokens
-
-    def select(self, rows: Tensor) -> None:
-        """Go on with these rows (N,), in this order."""
-        self.seeds = self.seeds[rows]
-        self.seen = None if self.seen is None else self.seen[rows]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from depthgate.data.tokenizer import TextTokenizer
-from depthgate.errors import InvalidValueError
+from depthgate.errors import InvalidValueError, check_count
 from depthgate.model import Decoder
 
 Prompt = str | Sequence[int] | Tensor
@@ -76,43 +76,29 @@ class Generation:
 
 def read_prompts(model: Decoder, prompts: Prompt | Sequence[Prompt]) -> list[Generation]:
     """A result to fill for each prompt, with its token ids; bad prompts are refused before anything is computed."""
-    tokenizer = tokenizer_of(model)
-    results = []
-    for prompt in _each(prompts):
-        ids = _ids(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, model)
-        results.append(Generation(prompt if isinstance(prompt, str) else tokenizer.decode(ids), ids))
-    if not results:
-        raise InvalidValueError("prompts is empty: give at least one")
-    return results
-
-
-def _each(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence | Tensor):
+    given: Any = prompts.tolist() if isinstance(prompts, Tensor) else prompts
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
         raise InvalidValueError(f"prompts is {type(prompts).__name__}: give text, token ids, or a list of either")
-    if isinstance(prompts, Tensor):
-        return list(prompts) if prompts.ndim == 2 else [prompts]
-    one = isinstance(prompts, str) or (prompts and not any(isinstance(p, str | Sequence | Tensor) for p in prompts))
-    return [prompts] if one else prompts  # type: ignore[list-item, return-value]
+    if not given and not isinstance(given, str):
+        raise InvalidValueError("prompts is empty: give at least one")
+    one = isinstance(given, str) or not any(isinstance(each, Sequence | Tensor) for each in given)
+    return [_read_prompt(model, each) for each in ([given] if one else given)]
 
 
-def _ids(prompt: Any, model: Decoder) -> list[int]:
-    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
-    vocab, context = model.config.vocab, model.config.context
+def _read_prompt(model: Decoder, prompt: Any) -> Generation:
+    tokenizer, context = tokenizer_of(model), model.config.context
+    text = prompt if isinstance(prompt, str) else None
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt if text is None else tokenizer.encode(text)
     if not isinstance(ids, Sequence) or isinstance(ids, bytes):
         raise InvalidValueError(f"a prompt is {prompt!r}: give text, or a list of token ids")
-    for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool):
-            kind = f" ({prompt.dtype})" if isinstance(prompt, Tensor) else ""
-            raise InvalidValueError(f"a prompt holds {i!r}{kind}: token ids are whole numbers")
-        if not 0 <= i < vocab:
-            raise InvalidValueError(f"a prompt holds token {i}: ids are from 0 to {vocab - 1}")
+    ids = [check_count(i, "a token id of a prompt", 0, model.config.vocab - 1) for i in ids]
     if not ids:
         raise InvalidValueError("a prompt is empty: give at least one token")
     if len(ids) >= context:
         raise InvalidValueError(
             f"a prompt has {len(ids)} tokens, and the model's context is {context}: shorten it to leave room"
         )
-    return list(ids)
+    return Generation(tokenizer.decode(ids) if text is None else text, ids)
 
 
 class TextStream:
