@@ -160,12 +160,9 @@ def test_checkpointing_gives_the_same_gradients(kind, reentrant):
         assert all(plain[name].abs().max() > 0 for name in plain if name.endswith(f"depth_router.{part}"))
 
 
-@pytest.mark.parametrize(
-    "kind", [kind for kind in FAMILY_NAMES if kind not in ("granite", "mistral", "olmo2", "qwen2")]
-)
+@pytest.mark.parametrize("kind", FAMILY_NAMES)
 def test_a_forward_pass_of_training_compiles_to_one_graph(kind):
-    """Padded rows, top k; the loss stands outside, as transformers' own of GPT-2 breaks the graph. Families whose
-    layers are called as those of Llama or Phi-3 are left out: nothing else of ours is compiled for them."""
+    """Padded rows, top k; the loss stands outside, as transformers' own of GPT-2 breaks the graph."""
     ids, mask = tokens(2, 12), (torch.arange(12) < torch.tensor([[12], [9]])).long()
     found = []
     for compiled in (False, True):
