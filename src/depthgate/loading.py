@@ -16,7 +16,7 @@ from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, check_fit
 from depthgate.checkpoint.tensors import damaged
 from depthgate.config import ModelConfig
-from depthgate.data.token_file import Documents, cache_folder, prepare
+from depthgate.data.token_file import Documents, prepare
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters
@@ -118,7 +118,7 @@ def held_out(folder: str | Path, tokenizer: TextTokenizer) -> Documents:
         raise DepthgateError(
             f"{home / CONFIG} does not say what the run was trained on ({error}): name a text"
         ) from None
-    return prepare(data, tokenizer, cache_folder(), validation).validation
+    return prepare(data, tokenizer, validation).validation
 
 
 def load(path: str | Path) -> LoadedDecoder:

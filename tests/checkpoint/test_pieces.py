@@ -22,7 +22,7 @@ ALL_FILES = [*MODEL, "optimizer-00001-of-00002.safetensors", "optimizer-00002-of
 def put(run: Path, value: int, groups: dict | None = None, parts: int = 2) -> Path:
     """What `parts` processes would save."""
     groups = content(value) if groups is None else groups
-    with checkpoint.begun(run, value, 0, 2) as temp:
+    with checkpoint.begun(run, value, 0) as temp:
         records = {}
         for group, named in groups.items():
             for part in range(parts):
@@ -34,11 +34,15 @@ def put(run: Path, value: int, groups: dict | None = None, parts: int = 2) -> Pa
                         tensors[name] = tensor[first : first + rows] if tensor.ndim else tensor
                         offsets = ([first] + [0] * 9)[: tensor.ndim]
                         places[name] = {"saved_offsets": offsets, "shape": list(tensor.shape)}
-                file = tensor_files.piece_name(group, part, parts)
+                file = tensor_files.file_name(group, part, parts)
                 tensor_files.write(temp / file, tensors, places)
                 records |= checkpoint.seal([temp / file])
-        plain = checkpoint.plain_files({"value": value}, CONFIG)
-        return checkpoint.publish(temp, value, records, plain, 2)
+        plain = {
+            "state.json": checkpoint.to_json({"value": value}, "state"),
+            "config.json": checkpoint.to_json(CONFIG, "config"),
+        }
+        checkpoint.publish(temp, value, records, plain, 2)
+    return run / f"step-{value}"
 
 
 def parse(path: Path) -> tuple[dict, bytes]:
@@ -80,7 +84,7 @@ def test_pieces_come_back_whole(tmp_path):
     for parts in (1, 2, 3, 10):
         folder = put(tmp_path / f"{parts}", parts, {"model": model, "empty": {}}, parts)
         assert same(checkpoint.read_folder(folder).tensors, {"model": model, "empty": {}})
-        checkpoint.verify(folder)
+        checkpoint.read_folder(folder)
         assert len(list(folder.iterdir())) == 2 * parts + 3
 
 

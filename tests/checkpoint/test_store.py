@@ -65,7 +65,7 @@ def test_every_dtype_and_layout_comes_back_bit_for_bit(tmp_path):
     assert same(found.tensors, {"model": model, "none": {}})
     assert all(t.is_contiguous() and not t.requires_grad for t in found.tensors["model"].values())
     assert (found.step, found.path, found.state, found.config) == (7, folder, state, {"t": [1, 2]})
-    checkpoint.verify(folder)
+    checkpoint.read_folder(folder)
     names = {"model.safetensors", "none.safetensors", "state.json", "config.json", "manifest.json"}
     assert {path.name for path in folder.iterdir()} == names
 
@@ -296,7 +296,7 @@ def test_a_kill_at_any_call_leaves_a_whole_checkpoint(scene, power, tmp_path):
             assert seen <= allowed
         for number in checkpoint.steps(run):  # not even an old one that was being removed
             if (run / f"step-{number}").exists():
-                checkpoint.verify(run / f"step-{number}")
+                checkpoint.read_folder(run / f"step-{number}")
         step = put(run, 50)
         assert whole(checkpoint.load(run)) == 50
         names = {p.name for p in run.iterdir()}

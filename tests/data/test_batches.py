@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgate.data.batches import Packed, batches, permuted, validation_rows, windows
-from depthgate.data.token_file import TokenFile, everything, split, write
+from depthgate.data.token_file import Documents, TokenFile, split, write
 from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.errors import DepthgateError
 
@@ -28,7 +28,7 @@ def texts_of(lengths):
 
 def documents_of(folder, lengths):
     write(folder / "a.tokens", texts_of(lengths), BYTES)
-    return everything(TokenFile(folder / "a.tokens"))
+    return Documents(TokenFile(folder / "a.tokens"))
 
 
 @pytest.fixture(scope="module")
@@ -227,8 +227,8 @@ def test_an_interrupted_process_ends(many):
     code = f"""
 import os, signal
 from depthgate.data.batches import Packed, batches
-from depthgate.data.token_file import TokenFile, everything
-stream = batches(Packed(everything(TokenFile({str(many.file.path)!r})), 16), 4, workers=2)
+from depthgate.data.token_file import Documents, TokenFile
+stream = batches(Packed(Documents(TokenFile({str(many.file.path)!r})), 16), 4, workers=2)
 for step, batch in enumerate(stream):
     if step == 5:
         os.kill(os.getpid(), signal.SIGINT)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgate.data import token_file
-from depthgate.data.token_file import TokenFile, everything, mix, prepare, split, tokenize, write
+from depthgate.data.token_file import Documents, TokenFile, mix, prepare, split, tokenize, write
 from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer
 from depthgate.errors import DepthgateError
 
@@ -42,7 +42,7 @@ def contents(documents) -> list[list[int]]:
 @given(st.lists(st.text(st.characters(exclude_categories=("Cs",)), min_size=1), min_size=1, max_size=8))
 def test_a_file_holds_every_document_and_its_end(tmp_path_factory, texts):
     file = saved(tmp_path_factory.mktemp("file"), texts)
-    assert contents(everything(file)) == [[*text.encode(), 256] for text in texts]
+    assert contents(Documents(file)) == [[*text.encode(), 256] for text in texts]
     assert (file.vocab, file.end, file.documents) == (257, 256, len(texts))
     assert file.text_bytes == sum(len(text.encode()) for text in texts)
 
@@ -71,9 +71,9 @@ class Narrow(ByteTokenizer):
 
 
 def test_large_ids_are_kept_in_32_bits_and_ids_near_2_to_16_in_16(tmp_path):
-    assert contents(everything(saved(tmp_path, ["ab"], Wide())))[0] == [2**31 + 97, 2**31 + 98, 2**31 + 299]
+    assert contents(Documents(saved(tmp_path, ["ab"], Wide())))[0] == [2**31 + 97, 2**31 + 98, 2**31 + 299]
     file = saved(tmp_path, ["ab"], Narrow())
-    assert contents(everything(file))[0] == [97, 98, 2**16 - 1]
+    assert contents(Documents(file))[0] == [97, 98, 2**16 - 1]
     assert file.ids.dtype is torch.int16
 
 
@@ -93,7 +93,7 @@ def test_an_id_outside_the_vocabulary_is_refused_when_read_even_with_a_forged_ha
     content[48:80] = hashlib.sha256(head + hashlib.sha256(content[128:]).digest()).digest()
     path.write_bytes(content)
     with pytest.raises(DepthgateError, match=r"a.tokens is damaged .* holds the id 300, but its vocabulary has 257"):
-        contents(everything(TokenFile(path, verify=True)))
+        contents(Documents(TokenFile(path, verify=True)))
 
 
 def test_every_cut_and_every_flipped_byte_is_found(tmp_path):
@@ -212,9 +212,9 @@ def test_a_split_shares_out_every_token_and_both_sides_have_some(tmp_path_factor
     again = split(file, share, seed)
     assert contents(again.train) == contents(train)
     assert contents(again.validation) == contents(held)
-    whole = sorted(contents(everything(file)))
+    whole = sorted(contents(Documents(file)))
     if sorted(contents(train) + contents(held)) != whole:  # the tail of the last ones was cut off instead
-        assert [*chain(*contents(train), *contents(held))] == [*chain(*contents(everything(file)))]
+        assert [*chain(*contents(train), *contents(held))] == [*chain(*contents(Documents(file)))]
 
 
 def test_a_split_by_documents_keeps_them_whole_and_follows_the_seed(tmp_path):
@@ -222,7 +222,7 @@ def test_a_split_by_documents_keeps_them_whole_and_follows_the_seed(tmp_path):
     seen = set()
     for seed in range(4):
         train, held = split(file, 0.2, seed)
-        assert sorted(contents(train) + contents(held)) == sorted(contents(everything(file)))
+        assert sorted(contents(train) + contents(held)) == sorted(contents(Documents(file)))
         assert abs(len(held) / len(file) - 0.2) < 0.03
         seen.add(held.fingerprint())
     assert len(seen) == 4
@@ -237,26 +237,26 @@ def test_one_document_is_split_at_its_tail(tmp_path):
 def test_a_validation_file_of_its_own(tmp_path):
     data = source(tmp_path)
     (tmp_path / "valid.txt").write_text("held out")
-    train, held = prepare(data, BYTES, tmp_path / "cache", validation=str(tmp_path / "valid.txt"))
+    train, held = prepare(data, BYTES, str(tmp_path / "valid.txt"), tmp_path / "cache")
     assert len(contents(train)) == len(TEXTS)
     assert contents(held) == [[*b"held out", 256]]
 
 
 def test_prepare_refuses_missing_data(tmp_path):
     with pytest.raises(DepthgateError, match="does not exist"):
-        prepare(str(tmp_path / "none.txt"), BYTES, tmp_path / "cache")
+        prepare(str(tmp_path / "none.txt"), BYTES, cache=tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
 def test_fingerprints_follow_tokens_and_documents(tmp_path):
     one, two = saved(tmp_path, ["ab", "cd"]), saved(tmp_path, ["ab", "ce"])
-    assert everything(one).fingerprint() != everything(two).fingerprint()
-    assert everything(one).fingerprint() == everything(saved(tmp_path, ["ab", "cd"])).fingerprint()
-    assert split(one, 0.4).train.fingerprint() != everything(one).fingerprint()
+    assert Documents(one).fingerprint() != Documents(two).fingerprint()
+    assert Documents(one).fingerprint() == Documents(saved(tmp_path, ["ab", "cd"])).fingerprint()
+    assert split(one, 0.4).train.fingerprint() != Documents(one).fingerprint()
 
 
 def test_the_standard_library_as_bytes(tmp_path):
-    train, held = prepare("stdlib", BYTES, tmp_path)
+    train, held = prepare("stdlib", BYTES, cache=tmp_path)
     assert len(train) > 5_000_000
     assert 2**17 < len(held) <= 2**18
     assert held.bounds.diff().max() <= 2**15  # no single file decides

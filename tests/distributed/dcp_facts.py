@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from depthgate.checkpoint import distributed as sharded
+from depthgate.checkpoint import store as checkpoint
 from tests.distributed.spawn import spawn
 
 PIECES = {  # values and first rows of two pieces of six numbers
@@ -74,7 +74,7 @@ def memory(world, folder: Path, mesh) -> None:
     tensors = {f"w{i}": DTensor.from_local(torch.ones(100, 2**18), mesh, [Shard(0)]) for i in range(4)}
     ways = {
         "torch's writer": lambda: dcp.save(dict(tensors), storage_writer=writer(folder / "memory")),
-        "ours": lambda: sharded.save(folder / "run", 1, {"model": tensors}, {}, {}, 2, world),
+        "ours": lambda: checkpoint.save(folder / "run", 1, {"model": tensors}, {}, {}, 2, world),
         "whole tensors": lambda: [tensor.full_tensor() for tensor in tensors.values()],
     }
     for name, work in ways.items():

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from depthgate.checkpoint import distributed as sharded
 from depthgate.checkpoint import store as checkpoint
 from depthgate.device import World
 
@@ -36,7 +35,7 @@ def write_for_ever(rank: int, meeting: Path, run: Path, attempt: int, out: int) 
         step = attempt - attempt // 3  # 1, 2, 2, 3, 4, 4, ...
         weight = DTensor.from_local(torch.full((150_000,), float(attempt)), mesh, [Shard(0)])
         tensors = {"model": {"w": weight, "b": torch.full((3,), float(attempt))}, "optimizer": {"w:m": weight}}
-        sharded.save(run, step, tensors, {"attempt": attempt}, {"same": True}, 2, world)
+        checkpoint.save(run, step, tensors, {"attempt": attempt}, {"same": True}, 2, world)
         if rank == 0:
             os.write(out, b"%d\n" % attempt)
 

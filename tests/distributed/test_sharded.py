@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import depthgate as dg
-from depthgate.checkpoint import distributed as sharded
 from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
 from depthgate.errors import DepthgateError, DepthgateWarning
@@ -59,13 +58,13 @@ def split(groups: dict, mesh) -> dict:
 def put(run: Path, value: int, world, step: int | None = None) -> Path:
     tensors = split(content(value), init_device_mesh("cpu", (world.size,)))
     state = {"value": value, "seen_by": world.rank}
-    return sharded.save(run, value if step is None else step, tensors, state, CONFIG, 2, world)
+    return checkpoint.save(run, value if step is None else step, tensors, state, CONFIG, 2, world)
 
 
 def got(run: Path, world) -> int:
     """Load in all processes; every part comes from one save, and is split as the model is. Returns which save."""
     held = split(content(0), init_device_mesh("cpu", (world.size,)))["model"]
-    found = sharded.load(run, world, held)
+    found = checkpoint.load(run, world=world, held=held)
     value = found.state["value"]
     assert (found.config, found.state["seen_by"]) == (CONFIG, 0)
     for name in held:
@@ -140,13 +139,13 @@ def _failures(world, run: Path) -> None:
         with fails(world, ".lock is held"):
             put(run, 4, world)
     with fails(world, "complex128"):
-        sharded.save(run, 4, {"m": {"a": torch.ones(1, dtype=torch.complex128)}}, {}, {}, 2, world)
+        checkpoint.save(run, 4, {"m": {"a": torch.ones(1, dtype=torch.complex128)}}, {}, {}, 2, world)
     with fails(world, "state is not plain data"):
-        sharded.save(run, 4, {"m": {"a": torch.ones(1)}}, {"a": {1}}, {}, 2, world)
+        checkpoint.save(run, 4, {"m": {"a": torch.ones(1)}}, {"a": {1}}, {}, 2, world)
     mesh = init_device_mesh("cpu", (world.size,))
     with fails(world, "not split by its first dimension"):
         across = distribute_tensor(torch.ones(2, 4), mesh, [Shard(1)])
-        sharded.save(run, 4, {"m": {"a": across}}, {}, {}, 2, world)
+        checkpoint.save(run, 4, {"m": {"a": across}}, {}, {}, 2, world)
     assert {path.name for path in run.iterdir()} == {".lock", "step-2", "step-3"}
     assert got(run, world) == 33
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.data.batches import Packed
-from depthgate.data.token_file import everything, tokenize
+from depthgate.data.token_file import Documents, tokenize
 from depthgate.hf.adapter import HFLanguageModel, collected_plans, tokenizer_of
 from depthgate.hf.calibrate import are_neutral, calibrate
 from depthgate.hf.recover import falling_steps
@@ -157,7 +157,7 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
     folder = home / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     language = HFLanguageModel(model, tokenizer_of(folder), 48)
-    packed = Packed(everything(tokenize(str(home / "text"), language.tokenizer, tmp_path)), 48)
+    packed = Packed(Documents(tokenize(str(home / "text"), language.tokenizer, tmp_path)), 48)
     batch = packed.rows(range(16))
     assert are_neutral(language.routed)
     seen = []

@@ -2,7 +2,8 @@
 
     run/step-100/    model.safetensors, optimizer.safetensors, ..., state.json, config.json, manifest.json
 
-Several processes save together with `checkpoint.distributed`, and each writes model-00001-of-00004.safetensors.
+Several processes save together: each writes its own rows, as model-00001-of-00004.safetensors. They agree after each
+phase (`World.agree`), so that a failure in one is raised in all, for the same reason.
 A folder named step-N is complete: it gets that name by one rename, after all its files are on the disk. The manifest
 holds size and SHA-256 of each. .tmp-step-N-... is unfinished or on its way out: it is never loaded, and the next save
 removes it. .old-step-N-... is complete and about to be replaced; it counts until its successor stands.
@@ -21,15 +22,17 @@ import stat
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from depthgate.checkpoint import tensors as tensor_files
-from depthgate.checkpoint.tensors import FILE_NAME, SUFFIX, Whole, damaged, from_json
+from depthgate.checkpoint.tensors import FILE_NAME, Whole, damaged, file_name, from_json
+from depthgate.device import World
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
 from depthgate.files import sync
 
@@ -42,8 +45,13 @@ MAX_JSON = 16 * 2**20  # far above any real file: it bounds the memory that a ho
 _FORMAT = "depthgate checkpoint"
 _STEP = re.compile(r"(?:step|(\.old)-step)-(0|[1-9][0-9]{0,15})(?(1)-[0-9a-f]+)")
 
-Tensors = Mapping[str, Mapping[str, Tensor]]  # by group and name
-Plain = Mapping[str, Any]
+Named = Mapping[str, Tensor]
+Tensors = Mapping[str, Named]  # by group and name
+Groups = Collection[str]
+Wholes = dict[str, dict[str, Whole]]
+Plain = dict[str, Any]
+T = TypeVar("T")
+_ALONE = World()
 
 
 @dataclass(frozen=True)
@@ -64,23 +72,46 @@ class Record(NamedTuple):
     sha256: str
 
 
-def save(run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int = 2) -> Path:
+def save(
+    run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int = 2, world: World = _ALONE
+) -> Path:
     """Write `run/step-N`, then remove all but the `keep` newest complete checkpoints up to it; returns the folder.
 
     When this returns, the checkpoint is on the disk. When it raises, the earlier ones are as they were. A checkpoint of
     the same step is replaced; later ones, which only a run that went back can meet, are left alone.
+
+    Several processes write the rows of split tensors that each holds; all else is the first process's.
     """
-    size, plain = tensor_files.check(tensors), plain_files(state, config)
-    with begun(run, step, size + sum(map(len, plain.values())), keep) as temp:
-        for group, named in tensors.items():
-            tensor_files.write(temp / f"{group}{SUFFIX}", named)
-        records = seal(temp / f"{group}{SUFFIX}" for group in tensors)
-        return publish(temp, step, records, plain, keep)
+    run, step, keep = Path(run), check_count(step, "step", 0, MAX_STEP), check_count(keep, "keep", 2)
 
+    def together(work: Callable[[], T]) -> T:
+        def named() -> T:
+            try:
+                return work()
+            except OSError as error:
+                why = f"cannot save step {step} in {run} ({error.strerror or error}): earlier checkpoints are intact"
+                raise DepthgateError(f"{why}; free some space, make it writable, or choose another folder") from error
 
-def plain_files(state: Plain, config: Plain) -> dict[str, bytes]:
-    """Name and content of the files that hold no tensors."""
-    return {"state.json": to_json(state, "state"), CONFIG: to_json(config, "config")}
+        return world.agree(named)
+
+    size = together(lambda: tensor_files.check(tensors))
+    plain = together(lambda: {"state.json": to_json(state, "state"), CONFIG: to_json(config, "config")})
+    own = together(lambda: {group: tensor_files.own(named, world) for group, named in tensors.items()})
+    with ExitStack() as stack:
+        temp = world.told(together(lambda: stack.enter_context(begun(run, step, size)) if world.first else run))
+
+        def write() -> dict[str, Record]:
+            paths = {group: temp / file_name(group, world.rank, world.size) for group in own}
+            for group, (held, places) in own.items():
+                tensor_files.write(paths[group], held, places)
+            return seal(paths.values())
+
+        written = [together(write)] * world.size
+        if world.size > 1:
+            dist.all_gather_object(written, written[0])
+        records = {name: record for part in written for name, record in part.items()}
+        together(lambda: publish(temp, step, records, plain, keep) if world.first else None)
+    return run / f"step-{step}"
 
 
 def to_json(value: Plain, what: str) -> bytes:
@@ -95,36 +126,24 @@ def to_json(value: Plain, what: str) -> bytes:
 
 
 @contextmanager
-def begun(run: Path, step: int, size: int, keep: int) -> Iterator[Path]:
+def begun(run: Path, step: int, size: int) -> Iterator[Path]:
     """A folder for a checkpoint of `size` bytes, in a run whose lock is held; removed unless it is published."""
-    run, step, keep = Path(run), check_count(step, "step", 0, MAX_STEP), check_count(keep, "keep", 2)
-    with named_errors(run, step):
-        if not run.is_dir():
-            run.mkdir(parents=True)
-            sync(run.parent)
-        with lock(run / ".lock"):
-            _tidy(run)
-            if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
-                sizes = f"{free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
-                what = f"{run} has {sizes}: free some space or choose another"
-                raise DepthgateError(f"{what}; earlier checkpoints are intact")
-            temp = run / f".tmp-step-{step}-{secrets.token_hex(8)}"
-            try:
-                os.mkdir(temp)
-                yield temp
-            except BaseException:
-                _discard(temp)
-                raise
-
-
-@contextmanager
-def named_errors(run: Path, step: int) -> Iterator[None]:
-    """Turn an error of the system into one that names the run and the step that cannot be saved."""
-    try:
-        yield
-    except OSError as error:
-        why = f"cannot save step {step} in {run} ({error.strerror or error}): earlier checkpoints are intact"
-        raise DepthgateError(f"{why}; free some space, make it writable, or choose another folder") from error
+    if not run.is_dir():
+        run.mkdir(parents=True)
+        sync(run.parent)
+    with lock(run / ".lock"):
+        _tidy(run)
+        if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
+            sizes = f"{free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
+            remedy = "free some space or choose another; earlier checkpoints are intact"
+            raise DepthgateError(f"{run} has {sizes}: {remedy}")
+        temp = run / f".tmp-step-{step}-{secrets.token_hex(8)}"
+        try:
+            os.mkdir(temp)
+            yield temp
+        except BaseException:
+            _discard(temp)
+            raise
 
 
 def seal(paths: Iterable[Path]) -> dict[str, Record]:
@@ -141,7 +160,7 @@ def seal(paths: Iterable[Path]) -> dict[str, Record]:
         return {path.name: Record(path.stat().st_size, found.result()) for path, found in digests.items()}
 
 
-def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping[str, bytes], keep: int) -> Path:
+def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping[str, bytes], keep: int) -> None:
     """Complete the folder of `begun`, give it its name, and remove the checkpoints that are too old."""
     run, target = temp.parent, temp.parent / f"step-{step}"
     for name, content in plain.items():
@@ -155,7 +174,6 @@ def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping
     os.rename(temp, target)
     sync(run)
     _rotate(run, step, keep)
-    return target
 
 
 def pack_manifest(step: int, records: Mapping[str, Record]) -> bytes:
@@ -200,9 +218,8 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, Record]]:
 def _opened(path: Path, record: Record | None = None, hashed: bool = False) -> Iterator[IO[bytes]]:
     """A plain file in a plain folder, its size checked before anything is read, and its hash where asked for."""
     try:
-        for link in (path.parent, path):
-            if link.is_symlink():
-                raise damaged(link, "cannot be opened (it is a symbolic link)")
+        if path.parent.is_symlink():
+            raise damaged(path.parent, "cannot be opened (it is a symbolic link)")
         # Without O_NONBLOCK, a pipe put there would block for ever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             found = os.fstat(file.fileno())
@@ -221,79 +238,64 @@ def _opened(path: Path, record: Record | None = None, hashed: bool = False) -> I
         raise damaged(path, f"cannot be opened ({error.strerror})") from None
 
 
-def load(run: Path, only: Collection[str] | None = None) -> Checkpoint:
-    """Read the newest complete checkpoint; a damaged one is named in a warning, and the one before is used.
+def load(run: Path, only: Groups | None = None, world: World = _ALONE, held: Named | None = None) -> Checkpoint:
+    """Read the newest complete checkpoint, the same in all processes; a damaged one is named in a warning, and the one
+    before is used.
 
-    `only` names the groups of tensors to read, and to check; all unless given.
+    `only` names the groups of tensors to read, and to check; all unless given. In several processes, a tensor with the
+    name of one in `held` (or that name, a colon and more) and its shape is split as it is.
     """
-    return newest(run, lambda path: read_folder(path, only))
-
-
-def newest(
-    run: Path, read: Callable[[Path], Checkpoint], listed: Callable[[Path], list[Path]] | None = None
-) -> Checkpoint:
-    """The newest checkpoint that `read` can read."""
     failed: dict[Path, str] = {}
     # Listed again each time: a run that is still saving may have removed an old one and added a newer one.
-    while left := [path for path in (listed or candidates)(Path(run)) if path not in failed]:
+    while left := [path for path in world.told(world.agree(lambda: _candidates(Path(run)))) if path not in failed]:
         path = left[-1]
         try:
-            found = read(path)
+            found = read_folder(path, only, world, held)
         except DepthgateError as error:
             failed[path] = str(error)
             continue
         for later, reason in failed.items():
-            if step_of(later.name) >= found.step:
-                warnings.warn(f"{reason}\nstep {found.step} is loaded instead", DepthgateWarning, stacklevel=3)
+            if step_of(later.name) >= found.step and world.first:
+                warnings.warn(f"{reason}\nstep {found.step} is loaded instead", DepthgateWarning, stacklevel=2)
         return found
     reasons = "".join(f"\n{reason}" for reason in list(failed.values())[:5])
     raise DepthgateError(f"no complete checkpoint in {run}: check the path, or start without it{reasons}")
 
 
-def read_folder(folder: Path, only: Collection[str] | None = None) -> Checkpoint:
+def read_folder(
+    folder: Path, only: Groups | None = None, world: World = _ALONE, held: Named | None = None
+) -> Checkpoint:
     """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error."""
-    step, wholes, state, config = open_checkpoint(Path(folder), only)
-    tensors = {group: tensor_files.read_all(named) for group, named in wholes.items()}
-    return Checkpoint(Path(folder), step, tensors, state, config)
+    folder = Path(folder)
+    step, state, config, groups = world.agree(lambda: _checked(folder, only, world))
+    tensors = world.agree(
+        lambda: {name: tensor_files.read_all(wholes, world, held or {}) for name, wholes in groups.items()}
+    )
+    return Checkpoint(folder, step, tensors, state, config)
 
 
-class Opened(NamedTuple):
-    """A checkpoint whose files were checked, and whose tensors are ready to be read."""
-
-    step: int
-    wholes: dict[str, dict[str, Whole]]
-    state: dict[str, Any]
-    config: dict[str, Any]
-
-
-def open_checkpoint(folder: Path, only: Collection[str] | None = None, part: int = 0, parts: int = 1) -> Opened:
-    """Check all files of a checkpoint, or those of the groups in `only`, without reading tensors; with several `parts`,
-    one part of the files is compared with the hashes."""
+def _checked(folder: Path, only: Groups | None, world: World) -> tuple[int, Plain, Plain, Wholes]:
+    """Step, plain data and tensors, ready to be read, of a checkpoint whose files, or those of the groups in `only`,
+    were checked; each process compares its share of them with the hashes."""
     step, records = read_manifest(folder)
     groups = tensor_files.by_group(records, folder)
-    wanted = groups.keys() if only is None else set(only)
-    if missing := wanted - groups.keys():
-        raise DepthgateError(f"{folder} has no tensors named {sorted(missing)}: it has {sorted(groups)}")
-    hashed = sorted(records, key=lambda name: (records[name].size, name))[part::parts]
-    names = [name for group in sorted(wanted) for name in groups[group]]
-    plain = []
-    for name in PLAIN:
-        with _opened(folder / name, records[name], hashed=True) as file:
-            plain.append(from_json(file.read(), folder / name))
+    wanted = sorted(groups if only is None else only)
+    if not groups.keys() >= set(wanted):
+        raise DepthgateError(f"{folder} has no tensors named {wanted}: it has {sorted(groups)}")
+    own = sorted(records, key=lambda name: (records[name].size, name))[world.rank :: world.size]
 
     def opened(name: str) -> Any:
-        with _opened(folder / name, records[name], hashed=name in hashed) as file:
+        with _opened(folder / name, records[name], hashed=name in PLAIN or name in own) as file:
+            if name in PLAIN:
+                return from_json(file.read(), folder / name)
             return tensor_files.open_file(file.fileno(), folder / name)
 
+    names = [*PLAIN, *(name for group in wanted for name in groups[group])]
     with ThreadPoolExecutor(4) as pool:  # hashing is most of the work
         found = dict(zip(names, pool.map(opened, names), strict=True))
-    wholes = {g: tensor_files.index({folder / name: found[name] for name in groups[g]}) for g in sorted(wanted)}
-    return Opened(step, wholes, *plain)
-
-
-def verify(folder: Path) -> None:
-    """Compare every file of a checkpoint with the manifest; a difference is an error."""
-    open_checkpoint(Path(folder))
+    wholes = {group: tensor_files.index({folder / name: found[name] for name in groups[group]}) for group in wanted}
+    state, config = (found[name] for name in PLAIN)
+    return step, state, config, wholes
 
 
 def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
@@ -319,17 +321,15 @@ def lock(path: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise DepthgateError(f"{path} is held by a process that writes there: choose another folder") from None
-        try:
-            yield
-        finally:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the file open too
+        yield
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a forked child has the file open too
         os.close(fd)
 
 
 def steps(run: Path) -> list[int]:
     """The steps that have a folder, ascending; none if there is no such run. Damaged ones count: see `load`."""
-    return sorted({step_of(path.name) for path in candidates(Path(run))})
+    return sorted({step_of(path.name) for path in _candidates(Path(run))})
 
 
 def step_of(name: str) -> int:
@@ -337,7 +337,7 @@ def step_of(name: str) -> int:
     return int(match[2]) if (match := _STEP.fullmatch(name)) else -1
 
 
-def candidates(run: Path) -> list[Path]:
+def _candidates(run: Path) -> list[Path]:
     """Everything that has the name of a checkpoint, oldest first; a replaced one (.old) before its successor."""
     try:
         found = [name for name in os.listdir(run) if step_of(name) >= 0]
@@ -367,7 +367,7 @@ def _rotate(run: Path, step: int, keep: int) -> None:
     damaged ones that a resume went back from, and must not push out the good ones.
     """
     kept = 0
-    for path in reversed(candidates(run)):
+    for path in reversed(_candidates(run)):
         if path.name.startswith("."):
             _discard(path)
         elif step_of(path.name) > step:

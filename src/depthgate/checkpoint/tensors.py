@@ -3,12 +3,15 @@
 model.safetensors holds whole tensors. model-00002-of-00004.safetensors holds the second of four processes' rows of the
 tensors in the group `model`; its header says where they belong as torch.distributed.checkpoint does, whose reader
 knows these files, and how large each whole tensor is. Headers are checked against each other before memory is taken.
+A split tensor (DTensor) is known by its method `to_local`: importing its module takes a second. No process gathers what
+the others hold.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from depthgate.device import World
 from depthgate.errors import DepthgateError
 
 SUFFIX = ".safetensors"
@@ -24,13 +28,8 @@ MAX_HEADER = 32 * 2**20  # far above any real one: it bounds the memory that a h
 FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,63}?)(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
 ALIASES = "depthgate.aliases"  # in a header: name -> name of the tensor that it is tied to
 PLACES = "DCP_SHARDING_INFO"  # in the header of a piece: name -> first row and shape of the whole
-# fmt: off
-DTYPES = frozenset({
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-    torch.complex64, torch.bool, torch.int64, torch.int32, torch.int16, torch.int8,
-    torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-})
-# fmt: on
+_BITS = "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 complex64 bool int64 int32 int16 int8"
+DTYPES = frozenset(getattr(torch, name) for name in f"{_BITS} uint64 uint32 uint16 uint8".split())
 
 
 def damaged(path: Path, what: str) -> DepthgateError:
@@ -49,9 +48,9 @@ def from_json(text: str | bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def piece_name(group: str, part: int, parts: int) -> str:
-    """The file name of process `part`, counted from 0."""
-    return f"{group}-{part + 1:05}-of-{parts:05}{SUFFIX}"
+def file_name(group: str, part: int = 0, parts: int = 1) -> str:
+    """The file of process `part`, counted from 0, among those that hold the tensors of a group."""
+    return f"{group}-{part + 1:05}-of-{parts:05}{SUFFIX}" if parts > 1 else f"{group}{SUFFIX}"
 
 
 def by_group(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
@@ -61,7 +60,8 @@ def by_group(names: Iterable[str], folder: Path) -> dict[str, list[str]]:
         if match := FILE_NAME.fullmatch(name):
             found.setdefault(match[1], []).append(name)
     for group, listed in found.items():
-        if listed not in ([group + SUFFIX], [piece_name(group, i, len(listed)) for i in range(len(listed))]):
+        parts = len(listed)
+        if listed not in ([f"{group}-00001-of-00001{SUFFIX}"], [file_name(group, i, parts) for i in range(parts)]):
             raise damaged(folder, f"has {', '.join(listed[:3])}, which are not all the files of {group!r}, or too many")
     return found
 
@@ -84,6 +84,32 @@ def check(groups: Mapping[str, Mapping[str, Tensor]]) -> int:
                 raise DepthgateError(f"{group}[{name!r}] is {kind}: it cannot be saved as safetensors")
             size += t.numel() * t.dtype.itemsize
     return size
+
+
+def own(tensors: Mapping[str, Any], world: World) -> tuple[Mapping[str, Tensor], dict[str, Any] | None]:
+    """The tensors that this process writes, and, among several, their places in the whole ones. Tensors that are not
+    split are the first process's."""
+    if world.size == 1:
+        return tensors, None
+    held, places = dict[str, Tensor](), dict[str, Any]()
+    for name, tensor in tensors.items():
+        if (split := hasattr(tensor, "to_local")) or world.first:
+            first = _rows_of(name, tensor, world)[0] if split else 0
+            offsets = [first] + [0] * (tensor.ndim - 1) if tensor.ndim else []
+            held[name] = tensor.to_local() if split else tensor
+            places[name] = {"saved_offsets": offsets, "shape": list(tensor.shape)}
+    return held, places
+
+
+def _rows_of(name: str, tensor: Any, world: World) -> tuple[int, int]:
+    """The first row and the number of rows of a split tensor that this process holds."""
+    mesh, rows = tensor.device_mesh, tensor.shape[0]
+    if [place.is_shard(0) for place in tensor.placements] != [True] or mesh.size() != world.size:
+        what = "is not split by its first dimension among all processes"
+        raise DepthgateError(f"tensor {name!r} {what}: it cannot be saved or loaded")
+    each = -(-rows // world.size)  # as torch.chunk divides
+    first = min(mesh.get_local_rank() * each, rows)
+    return first, min(each, rows - first)
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any] | None = None) -> None:
@@ -146,28 +172,24 @@ def index(files: Mapping[Path, Any]) -> dict[str, Whole]:
     for path, file in files.items():
         metadata, names = file.metadata() or {}, set(file.keys())
         aliases = from_json(metadata.get(ALIASES, "{}"), path)
-        for name, owner in aliases.items():
-            if name in names or not isinstance(owner, str) or owner not in names:
-                raise damaged(path, f"ties {name[:99]!r} to a tensor that it does not have")
-        match = FILE_NAME.fullmatch(path.name)
-        places = from_json(metadata.get(PLACES, "[]"), path) if match and match[2] else None
+        if aliases.keys() & names or not all(isinstance(owner, str) and owner in names for owner in aliases.values()):
+            raise damaged(path, "ties tensors to some that it does not have")
+        in_pieces = re.search("-of-[0-9]{5}$", path.stem) is not None
+        places = from_json(metadata.get(PLACES, "[]"), path) if in_pieces else {}
         for name in sorted(names | aliases.keys()):
             held = file.get_slice(owner := aliases.get(name, name))
             dtype, shape = held.get_dtype(), held.get_shape()
-            first, full = (0, shape) if places is None else _place(name, shape, places.get(name), path)
+            first, full = _place(name, shape, places.get(name), path) if in_pieces else (0, shape)
             whole = found.setdefault(name, Whole(dtype, full, []))
             if (whole.dtype, whole.shape) != (dtype, full):
                 raise damaged(path, f"has another dtype or shape for tensor {name[:99]!r} than the files before it")
             whole.pieces.append(Piece(path, file, owner, first, _rows(shape)))
     for name, whole in found.items():
-        end = 0
         whole.pieces.sort(key=lambda piece: (piece.first, piece.rows))
-        for piece in whole.pieces:
-            if piece.rows and piece.first != end:
-                raise damaged(piece.path, f"leaves a gap or an overlap in the rows of tensor {name[:99]!r}")
-            end += piece.rows
-        if end != _rows(whole.shape):
-            raise damaged(whole.pieces[-1].path, f"is not the last: rows of tensor {name[:99]!r} are missing")
+        ends = list(accumulate((piece.rows for piece in whole.pieces), initial=0))
+        starts = [piece.first if piece.rows else end for piece, end in zip(whole.pieces, ends, strict=False)]
+        if [*starts, _rows(whole.shape)] != ends:
+            raise damaged(whole.pieces[-1].path, f"lacks rows of tensor {name[:99]!r}, or has some that others have")
     return found
 
 
@@ -180,24 +202,20 @@ def _place(name: str, shape: list[int], claim: Any, path: Path) -> tuple[int, li
     """The first row's number and the shape of the whole tensor, as a header claims them for a piece of this shape."""
     match claim:
         case {"saved_offsets": [*offsets], "shape": [*full]} if len(offsets) == len(full) == len(shape):
-            if all(type(n) is int and n >= 0 for n in offsets + full) and not any(offsets[1:]):
-                first = offsets[0] if offsets else 0
-                if full[1:] == shape[1:] and first + _rows(shape) <= _rows(full):
-                    return first, full
+            if all(type(n) is int for n in offsets + full) and not any(offsets[1:]) and full[1:] == shape[1:]:
+                return sum(offsets), full
     raise damaged(path, f"has an impossible place for tensor {name[:99]!r}")
 
 
-def read(whole: Whole, first: int = 0, rows: int | None = None) -> Tensor:
+def read(name: str, whole: Whole, first: int = 0, rows: int | None = None) -> Tensor:
     """A copy of some rows of a tensor, or of all, on the CPU."""
     stop = first + (_rows(whole.shape) if rows is None else rows)
     wanted = [p for p in whole.pieces if max(first, p.first) < min(stop, p.first + p.rows)] or whole.pieces[:1]
     parts = []
-    for path, file, name, begin, length in wanted:
+    for path, file, owner, begin, length in wanted:
         try:
-            if whole.shape:
-                part = file.get_slice(name)[max(first - begin, 0) : min(stop - begin, length)]
-            else:
-                part = file.get_tensor(name)
+            every = slice(max(first - begin, 0), min(stop - begin, length))
+            part = file.get_slice(owner)[every] if whole.shape else file.get_tensor(owner)
         except Exception as error:  # the package and torch have errors of their own
             raise damaged(path, f"has a tensor {name[:99]!r} that cannot be read ({str(error)[:200]})") from None
         if part.dtype is torch.bool and (part.view(torch.uint8) > 1).any():
@@ -206,11 +224,18 @@ def read(whole: Whole, first: int = 0, rows: int | None = None) -> Tensor:
     return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
 
 
-def read_all(wholes: Mapping[str, Whole]) -> dict[str, Tensor]:
-    """Copies of all tensors; names that were tied get the same tensor."""
-    found: dict[str, Tensor] = {}
-    first: dict[Any, str] = {}
-    for name, whole in wholes.items():
-        owner = first.setdefault(tuple((piece.path, piece.name) for piece in whole.pieces), name)
-        found[name] = found[owner] if owner != name else read(whole)
-    return found
+def read_all(wholes: Mapping[str, Whole], world: World, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of all tensors; names that were tied get the same tensor. What is split in `held` is split likewise."""
+    found: dict[Any, Tensor] = {}
+    owners = {name: tuple((piece.path, piece.name) for piece in whole.pieces) for name, whole in wholes.items()}
+    for name, owner in owners.items():
+        like: Any = held.get(name, held.get(name.rpartition(":")[0]))
+        if owner in found:
+            continue
+        if hasattr(like, "to_local") and list(like.shape) == wholes[name].shape:
+            rows = read(name, wholes[name], *_rows_of(name, like, world)).to(like.device)
+            shape = {"shape": like.shape, "stride": like.stride()}
+            found[owner] = type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+        else:
+            found[owner] = read(name, wholes[name])
+    return {name: found[owner] for name, owner in owners.items()}

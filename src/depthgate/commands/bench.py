@@ -17,7 +17,7 @@ from torch import Tensor
 
 from depthgate.config import BenchConfig
 from depthgate.console import print_table
-from depthgate.data.token_file import everything, tokenize
+from depthgate.data.token_file import Documents, tokenize
 from depthgate.device import interleaved, machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.engine import Engine
@@ -102,7 +102,7 @@ def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:
     if config.data is None:
         documents = held_out(config.models.split(",")[0], model.tokenizer)
     else:
-        documents = everything(tokenize(config.data, model.tokenizer))
+        documents = Documents(tokenize(config.data, model.tokenizer))
     if len(documents) < context:
         raise DepthgateError(f"the text has {len(documents)} tokens, and {context} are read: name a longer --data")
     starts = torch.linspace(0, len(documents) - context, max(2, *config.numbers("batch"))).long()

@@ -9,7 +9,7 @@ import torch
 from depthgate.config import EvalConfig
 from depthgate.console import print_table
 from depthgate.data.batches import validation_rows
-from depthgate.data.token_file import Documents, everything, tokenize
+from depthgate.data.token_file import Documents, tokenize
 from depthgate.device import count_flops, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.hf.adapter import evaluate_task
@@ -26,7 +26,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     if config.data == "heldout":
         documents = held_out(config.model, model.tokenizer)
     else:
-        documents = everything(tokenize(config.data, model.tokenizer))
+        documents = Documents(tokenize(config.data, model.tokenizer))
     figures = measure(model, documents, config.batch, config.tokens)
     return {"model": config.model, "data": config.data, **figures, "flops_per_token": flops_per_token(model, documents)}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from depthgate.checkpoint.store import METRICS, steps
 from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed
-from depthgate.data.token_file import everything, tokenize
+from depthgate.data.token_file import Documents, tokenize
 from depthgate.device import World, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
@@ -39,7 +39,7 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
         raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
     with opened(config, resume, _CONFIG) as folder:
         language = HFLanguageModel(model, tokenizer_of(source), config.seq)
-        documents = everything(tokenize(config.data, language.tokenizer))
+        documents = Documents(tokenize(config.data, language.tokenizer))
         packed = Packed(documents, config.seq, config.seed)
         task = Recovery(language, config, device, packed.most_documents)
         optimizers = [optim.adamw(task.trained.items(), config, decays)]

@@ -16,11 +16,10 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from depthgate.data.sources import documents, fingerprint
@@ -50,10 +49,9 @@ class TokenFile:
         except OSError as error:
             raise DepthgateError(f"token file {path} cannot be read: {error.strerror}") from None
         head = self._map[: _HEADER.size].ljust(_HEADER.size, b"\0")
-        magic, version, width, count, self.documents, self.text_bytes, self.vocab, self.end, digest = _HEADER.unpack(
-            head
-        )
-        begin = _HEADER_SIZE + _round(count * width)
+        magic, version, width, count, self.documents, *about, digest = _HEADER.unpack(head)
+        self.text_bytes, self.vocab, self.end = about
+        begin = _HEADER_SIZE + -(-count * width // 8) * 8
         whole = size == begin + 8 * (self.documents + 1) and width in (2, 4) and 0 < self.documents <= count
         if (magic, version) != (_MAGIC, VERSION) or not whole:
             raise self._damage(f"it is not a token file of format {VERSION}, or not a whole one")
@@ -85,13 +83,16 @@ class TokenFile:
 
 
 class Documents:
-    """Documents of a token file, in order, as one run of tokens that batches are cut from.
+    """Documents of a token file, all unless their `starts` and `stops` are given, in order, as one run of tokens that
+    batches are cut from.
 
     `bounds` (documents + 1,) holds the place at which each begins in that run, and the length of the run.
     """
 
-    def __init__(self, file: TokenFile, starts: Tensor, stops: Tensor) -> None:
+    def __init__(self, file: TokenFile, starts: Tensor | None = None, stops: Tensor | None = None) -> None:
         self.file = file
+        starts = file.offsets[:-1] if starts is None else starts
+        stops = file.offsets[1:] if stops is None else stops
         self.bounds = torch.cat([torch.zeros(1, dtype=torch.int64), (stops - starts).cumsum(0)])
         self._shift = starts - self.bounds[:-1]
 
@@ -126,19 +127,14 @@ class Shards(NamedTuple):
 
 
 def prepare(
-    data: str, tokenizer: TextTokenizer, cache: str | Path | None = None, validation: str | None = None
+    data: str, tokenizer: TextTokenizer, validation: str | None = None, cache: str | Path | None = None
 ) -> Shards:
     """Documents of `data`, and of `validation` where given; otherwise some documents are held out, the same ones for
     every run, so that runs of different seeds can be compared."""
     file = tokenize(data, tokenizer, cache)
     if validation is None:
         return split(file, _HELD_OUT)
-    return Shards(everything(file), everything(tokenize(validation, tokenizer, cache)))
-
-
-def everything(file: TokenFile) -> Documents:
-    """All documents of a file."""
-    return Documents(file, file.offsets[:-1], file.offsets[1:])
+    return Shards(Documents(file), Documents(tokenize(validation, tokenizer, cache)))
 
 
 def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
@@ -151,11 +147,10 @@ def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
     total = len(file)
     if total < 4:
         raise DepthgateError(f"the data has {total} tokens: too few to train on some and hold out others")
-    room = max(int(total * share), min(total // 40, 2**18), min(total // 10, 4096), 2)
+    room = left = max(int(total * share), min(total // 40, 2**18), min(total // 10, 4096), 2)
     starts, stops = file.offsets[:-1], file.offsets[1:]
     lengths = (stops - starts).tolist()
     held = torch.zeros(len(lengths), dtype=torch.bool)
-    left = room
     for most in (room // 8, room):
         for i in sorted(range(len(lengths)), key=lambda i: mix(seed, i)):
             if left * 10 >= room and 1 < lengths[i] <= min(left, most) and not held[i]:
@@ -210,24 +205,16 @@ def write(path: Path, texts: Iterable[str], tokenizer: TextTokenizer, title: str
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE:
                 left.unlink()
-    with writing(path) as file:
-        _write(file, texts, tokenizer, title)
-
-
-def _write(file: IO[bytes], texts: Iterable[str], tokenizer: TextTokenizer, title: str) -> None:
     vocab, end = tokenizer.vocab, tokenizer.end
     width, code = (2, "H") if vocab <= 2**16 else (4, "I")
-    file.write(bytes(_HEADER_SIZE))
-    payload = hashlib.sha256()
-    offsets = array("q", [0])
-    text_bytes = 0
+    offsets, text_bytes, payload = array("q", [0]), 0, hashlib.sha256()
+    with writing(path) as file, Console(stderr=True).status(f"tokenizing {title}") as status:
 
-    def put(part: bytes) -> None:
-        payload.update(part)
-        file.write(part)
+        def put(part: bytes) -> None:
+            payload.update(part)
+            file.write(part)
 
-    with _progress() as progress:
-        task = progress.add_task(f"tokenizing {title}", tokens=0)
+        file.write(bytes(_HEADER_SIZE))
         for batch in _batches(texts):
             for text, ids in zip(batch, tokenizer.encode_many(batch), strict=True):
                 if ids and not 0 <= min(ids) <= max(ids) < vocab:
@@ -235,13 +222,13 @@ def _write(file: IO[bytes], texts: Iterable[str], tokenizer: TextTokenizer, titl
                 put(array(code, [*ids, end]).tobytes())
                 offsets.append(offsets[-1] + len(ids) + 1)
                 text_bytes += len(text.encode())
-            progress.update(task, tokens=offsets[-1])
-    put(bytes(_round(offsets[-1] * width) - offsets[-1] * width))
-    put(offsets.tobytes())
-    fields = (_MAGIC, VERSION, width, offsets[-1], len(offsets) - 1, text_bytes, vocab, end)
-    head = _HEADER.pack(*fields, bytes(32))[:-32]
-    file.seek(0)
-    file.write(head + hashlib.sha256(head + payload.digest()).digest())
+            status.update(f"tokenizing {title}  {offsets[-1]:,} tokens")
+        put(bytes(-offsets[-1] * width % 8))
+        put(offsets.tobytes())
+        fields = (_MAGIC, VERSION, width, offsets[-1], len(offsets) - 1, text_bytes, vocab, end)
+        head = _HEADER.pack(*fields, bytes(32))[:-32]
+        file.seek(0)
+        file.write(head + hashlib.sha256(head + payload.digest()).digest())
 
 
 def _batches(texts: Iterable[str], characters: int = 2**21) -> Iterator[list[str]]:
@@ -253,8 +240,7 @@ def _batches(texts: Iterable[str], characters: int = 2**21) -> Iterator[list[str
         if size >= characters:
             yield waiting
             waiting, size = [], 0
-    if waiting:
-        yield waiting
+    yield waiting
 
 
 def take(table: Tensor, places: Tensor) -> Tensor:
@@ -273,13 +259,3 @@ def mix(*parts: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state
-
-
-def _round(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}  {task.fields[tokens]:,} tokens"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -103,7 +103,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         if loop.train(training, resume=True) == 130 or not last_step.is_dir():
             raise KeyboardInterrupt from None  # the process was asked to stop
         model = load(last_step)
-    shards = prepare(training.data, model.tokenizer, validation=training.validation)
+    shards = prepare(training.data, model.tokenizer, training.validation)
     metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     held_out = []
     for row in metrics:

@@ -19,7 +19,7 @@ from typing import Any
 from depthgate.checkpoint import store as checkpoint
 from depthgate.data import sources
 from depthgate.data.batches import Packed
-from depthgate.data.token_file import cache_folder, prepare
+from depthgate.data.token_file import prepare
 from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
@@ -145,7 +145,7 @@ class Study:
 
     def run(self) -> None:
         """Run every cell that is missing."""
-        shards = prepare(self.config.data, self._tokenizer(), cache_folder(), self.config.validation)
+        shards = prepare(self.config.data, self._tokenizer(), self.config.validation)
         Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
         if self.config.lr_sweep:
             self._sweep()

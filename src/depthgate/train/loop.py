@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from depthgate.checkpoint import store as checkpoint
 from depthgate.config import RunConfig, TrainConfig
 from depthgate.data.batches import Packed, Rows, batches
-from depthgate.data.token_file import Documents, cache_folder, prepare
+from depthgate.data.token_file import Documents, prepare
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer, tokenizer_by_name
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
@@ -54,11 +54,11 @@ def _prepared(world: World, config: TrainConfig, resume: bool) -> Iterator[tuple
     if not world.first:
         world.wait()
         tokenizer = load_tokenizer(Path(config.out) / checkpoint.TOKENIZER)
-        yield Path(config.out), tokenizer, prepare(config.data, tokenizer, cache_folder(), config.validation).train
+        yield Path(config.out), tokenizer, prepare(config.data, tokenizer, config.validation).train
         return
     with run_folder.opened(config, resume) as folder:
         tokenizer = tokenizer_by_name(config.tokenizer, config.data, config.vocab, saved=folder / checkpoint.TOKENIZER)
-        documents = prepare(config.data, tokenizer, cache_folder(), config.validation).train
+        documents = prepare(config.data, tokenizer, config.validation).train
         world.wait()
         yield folder, tokenizer, documents
 
@@ -264,23 +264,13 @@ class Loop:
             "optimizer": optim.state_tensors(self.task.model, self.optimizers),
             "rng": {"cpu": torch.get_rng_state()},
         }
-        what = (self.folder, step, tensors, self.state, run_folder.plain(self.config), self.config.keep)
-        if self.world.size == 1:
-            checkpoint.save(*what)
-        else:
-            from depthgate.checkpoint import distributed
-
-            distributed.save(*what, self.world)
+        config = run_folder.plain(self.config)
+        checkpoint.save(self.folder, step, tensors, self.state, config, self.config.keep, self.world)
         return step
 
     def _restore(self) -> None:
         held = self.task.held()
-        if self.world.size == 1:
-            found = checkpoint.load(self.folder)
-        else:
-            from depthgate.checkpoint import distributed
-
-            found = distributed.load(self.folder, self.world, held)
+        found = checkpoint.load(self.folder, world=self.world, held=held)
         found.state.pop("capacity", None)  # kept by older runs of finetune, and never needed
         self.world.agree(lambda: run_folder.check_found(found, self.config, self.state, self.task.model, held))
         if found.state["data"] != self.state["data"]:

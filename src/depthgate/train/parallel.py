@@ -1,7 +1,7 @@
 """Several processes as one (`torchrun ... -m depthgate train`): FSDP2 from outside the model.
 
 Each process holds a part of every weight and computes its own rows of each batch. Checkpoints are written and read by
-all together (see checkpoint.distributed), and any number of processes can go on with them.
+all together (see checkpoint.store), and any number of processes can go on with them.
 """
 
 import gc
