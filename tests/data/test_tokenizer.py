@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from depthgate.data import tokenizer as tokenizer_module
-from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, TextTokenizer, load_tokenizer
+from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, TextTokenizer, load_tokenizer, read_tokenizer
 from depthgate.errors import DepthgateError
 
 CORPUS = ["def route(tokens):\n    return tokens[:k]\n\n", "Größe 🙂 the tokens, the route, the rest\n"] * 20
@@ -102,7 +102,7 @@ def test_saved_and_loaded_it_gives_the_same(tokenizer, tmp_path):
 
 def test_saved_bytes_mean_the_same_to_the_tokenizers_package(tmp_path):
     ByteTokenizer().save(tmp_path)
-    theirs = TextTokenizer.from_folder(tmp_path)
+    theirs = TextTokenizer(read_tokenizer(tmp_path / "tokenizer.json"), END)
     assert theirs.encode("Größe 🙂") == ByteTokenizer().encode("Größe 🙂")
     assert (theirs.vocab, theirs.end) == (257, 256)
 

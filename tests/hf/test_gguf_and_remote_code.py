@@ -76,7 +76,7 @@ def write_gguf(model, path, kind=gguf.GGMLQuantizationType.F32):
 def gguf_letters():
     from depthgate.data.tokenizer import _alphabet
 
-    return ["<s>", "</s>", "ab", *_alphabet()[33:126]]
+    return ["<s>", "</s>", "ab", *list(_alphabet())[33:126]]
 
 
 def gguf_name(name):

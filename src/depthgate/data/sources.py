@@ -23,6 +23,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+import zstandard
+
 from depthgate.errors import DepthgateError, InvalidValueError
 
 MARK = "<|endoftext|>"
@@ -36,10 +38,8 @@ _DATASET = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 
 def documents(data: str) -> Iterator[str]:
     """The documents of `data` in a fixed order, none of them empty; an error where all of them are blank."""
-    blank = True
-    name = _dataset_name(data)
-    texts = _dataset(name) if name else (text for path in source_files(data) for text in _file_documents(path))
-    for text in texts:
+    blank, name = True, _dataset_name(data)
+    for text in _dataset(name) if name else chain.from_iterable(map(_file_documents, source_files(data))):
         if text:
             blank = blank and text.isspace()
             yield text
@@ -79,14 +79,15 @@ def source_files(data: str) -> list[Path]:
         exists = path.exists()
     except OSError as error:
         raise DepthgateError(f"data {data!r} cannot be read: {error.strerror}") from None
-    if exists:
-        raise DepthgateError(f"data {data!r} is neither a file nor a folder: write it to a file first")
-    if not glob.has_magic(data):
-        raise DepthgateError(f"data {data!r} does not exist: give a file, a glob, a folder, hf:NAME or stdlib")
-    found = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-    if not found:
-        raise DepthgateError(f"data {data!r} matches no file: change the pattern (** goes into folders)")
-    return found
+    files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+    if not files:
+        why = "does not exist: give a file, a glob, a folder, hf:NAME or stdlib"
+        if exists:
+            why = "is neither a file nor a folder: write it to a file first"
+        elif glob.has_magic(data):
+            why = "matches no file: change the pattern (** goes into folders)"
+        raise DepthgateError(f"data {data!r} {why}")
+    return files
 
 
 def _folder_files(root: Path, data: str) -> list[Path]:
@@ -122,51 +123,29 @@ def _named_errors(path: Path) -> Iterator[None]:
     """Turn what a damaged or unreadable file raises into an error that names the file."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
         raise DepthgateError(f"{path} is damaged or cut short: {error}; fetch it again") from None
     except OSError as error:
         raise DepthgateError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
-def _raw_lines(path: Path) -> Iterator[bytes]:
-    packing = _suffixes(path)[1]
-    with _named_errors(path), path.open("rb") as file:
-        if packing in (".gz", ".xz"):
-            with gzip.open(file) if packing == ".gz" else lzma.open(file) as unpacked:
-                yield from unpacked
-        elif packing == ".zst":
-            left = b""
-            for chunk in _unpack_zst(file):
-                *lines, left = (left + chunk).split(b"\n")
-                yield from (line + b"\n" for line in lines)
-            yield from [left] if left else []
-        else:
-            yield from file
-
-
-def _unpack_zst(file: IO[bytes]) -> Iterator[bytes]:
-    """The content of all frames; one that is cut short is an error (the package's own reader ends in silence)."""
-    import zstandard
-
-    frame, begun = zstandard.ZstdDecompressor().decompressobj(), False
-    while chunk := file.read(2**17):
-        while chunk:
-            try:
-                yield frame.decompress(chunk)
-            except zstandard.ZstdError as error:
-                raise EOFError(str(error)) from None
-            begun, chunk = not frame.eof, b""
-            if frame.eof:
-                chunk, frame = frame.unused_data, zstandard.ZstdDecompressor().decompressobj()
-    if begun:
+def _zst_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The lines of all frames; one that is cut short is an error (the package's own reader ends in silence)."""
+    frame, chunk, left = None, b"", b""
+    while chunk := chunk or file.read(2**17):
+        frame = frame or zstandard.ZstdDecompressor().decompressobj()
+        *lines, left = (left + frame.decompress(chunk)).split(b"\n")
+        yield from (line + b"\n" for line in lines)
+        chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
         raise EOFError("the last frame does not end")
+    yield from [left] if left else []
 
 
 def _file_documents(path: Path) -> Iterator[str]:
-    kind = _suffixes(path)[0]
-    lines = _lines(path)
+    kind, lines = _suffixes(path)[0], _lines(path)
     if kind == ".jsonl":
-        yield from _jsonl(path, lines)
+        yield from (_text_of(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if not line.isspace())
     elif kind in (".txt", ""):
         yield from _plain(lines)
     else:
@@ -176,17 +155,18 @@ def _file_documents(path: Path) -> Iterator[str]:
 def _lines(path: Path) -> Iterator[str]:
     """Decoded lines with their ends. No UTF-8 sequence spans two lines, so an error has an exact place."""
     offset = 0
-    for raw in _raw_lines(path):
-        try:
-            line = raw.decode()
-        except UnicodeDecodeError as error:
-            place = offset + error.start
-            raise DepthgateError(
-                f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {place}; convert it to UTF-8 "
-                f"(packed files must end in {', '.join(PACKED)})"
-            ) from None
-        yield line.removeprefix("\ufeff") if offset == 0 else line
-        offset += len(raw)
+    with _named_errors(path), path.open("rb") as file:
+        unpack: Any = {".gz": gzip.open, ".xz": lzma.open, ".zst": _zst_lines}.get(_suffixes(path)[1], iter)
+        for raw in unpack(file):
+            try:
+                line = raw.decode()
+            except UnicodeDecodeError as error:
+                raise DepthgateError(
+                    f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {offset + error.start}; convert "
+                    f"it to UTF-8 (packed files must end in {', '.join(PACKED)})"
+                ) from None
+            yield line.removeprefix("\ufeff") if offset == 0 else line
+            offset += len(raw)
 
 
 def _plain(lines: Iterator[str]) -> Iterator[str]:
@@ -211,28 +191,25 @@ def _plain(lines: Iterator[str]) -> Iterator[str]:
     yield "".join(parts).strip("\r\n")
 
 
-def _jsonl(path: Path, lines: Iterator[str]) -> Iterator[str]:
-    for number, line in enumerate(lines, 1):
-        if line.isspace():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DepthgateError(f"{path}, line {number} is not JSON: {error}") from None
-        yield _text_of(record, f"{path}, line {number}")
-
-
 def _text_of(record: Any, place: str) -> str:
-    text = None
-    if isinstance(record, dict):
-        text = record["text"] if "text" in record else record.get("content")
+    """The text of a record, which may be a line of JSON."""
+    try:
+        record = json.loads(record) if isinstance(record, str) else record
+    except (ValueError, RecursionError) as error:
+        raise DepthgateError(f"{place} is not JSON: {error}") from None
+    text = record.get("text", record.get("content")) if isinstance(record, dict) else None
     if not isinstance(text, str):
         raise DepthgateError(f"{place} has no text: it must be an object with a string named text or content")
+    utf8(text, place)
+    return text
+
+
+def utf8(text: str, place: str = "text") -> bytes:
+    """The bytes of a text; half a surrogate pair has none."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise DepthgateError(f"{place} holds half a surrogate pair at character {error.start}: remove it") from None
-    return text
 
 
 def _dataset_name(data: str) -> str | None:

@@ -9,11 +9,10 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from depthgate.data.sources import documents
+from depthgate.data.sources import documents, utf8
 from depthgate.errors import DepthgateError, check_count
 from depthgate.files import replace
 
@@ -38,17 +37,6 @@ class TextTokenizer:
         self.vocab = max(ids.values()) + 1  # ids may have gaps
         self.token_bytes = _token_bytes(inner, self.vocab)
 
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> "TextTokenizer":
-        """Read tokenizer.json, and the end token that tokenizer_config.json or special_tokens_map.json names."""
-        inner = read_tokenizer(Path(folder, "tokenizer.json"))
-        for name in ("tokenizer_config.json", "special_tokens_map.json"):
-            end = _read_json(Path(folder, name)).get("eos_token")
-            end = end.get("content") if isinstance(end, dict) else end
-            if isinstance(end, str):
-                return cls(inner, end)
-        raise DepthgateError(f"{folder} does not say which token ends a text: add eos_token to tokenizer_config.json")
-
     @property
     def end(self) -> int:
         """The id that ends a document."""
@@ -64,16 +52,13 @@ class TextTokenizer:
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, without ends."""
-        pieces: list[str] = []
-        owners: list[int] = []
-        for owner, text in enumerate(texts):
-            _utf8(text)
-            cut = list(_pieces(text)) if self.token_bytes else [text]
-            pieces += cut
-            owners += [owner] * len(cut)
+        for text in texts:
+            utf8(text)
+        cut = [(i, part) for i, text in enumerate(texts) for part in (_pieces(text) if self.token_bytes else [text])]
+        found = self.inner.encode_batch_fast([part for _, part in cut], add_special_tokens=False)
         ids: list[list[int]] = [[] for _ in texts]
-        for owner, encoding in zip(owners, self.inner.encode_batch_fast(pieces, add_special_tokens=False), strict=True):
-            ids[owner] += encoding.ids
+        for (i, _), encoding in zip(cut, found, strict=True):
+            ids[i] += encoding.ids
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -124,12 +109,12 @@ class ByteTokenizer(TextTokenizer):
     """A tokenizer whose ids are bytes; 256 ends a document."""
 
     def __init__(self) -> None:
-        inner = _byte_level({char: byte for byte, char in enumerate(_alphabet())})
+        inner = _byte_level(_alphabet())
         inner.add_special_tokens([AddedToken(END, special=True, normalized=False)])
         super().__init__(inner, END)
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
-        return [list(_utf8(text)) for text in texts]
+        return [list(utf8(text)) for text in texts]
 
     def fingerprint(self) -> str:
         return "bytes-1"
@@ -167,19 +152,28 @@ def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | Non
     elif name == "bpe":
         found = BPETokenizer.train(documents(data), check_count(vocab, "vocab", 257, MOST_IDS))
     else:
-        found = TextTokenizer.from_folder(name)
+        found = load_tokenizer(name)
     if saved is not None:
         found.save(saved)
     return found
 
 
 def load_tokenizer(folder: str | Path) -> TextTokenizer:
-    """The tokenizer of a folder that `save` or Hugging Face wrote."""
-    found = TextTokenizer.from_folder(folder)
-    as_bytes = {char: byte for byte, char in enumerate(_alphabet())} | {END: 256}
-    if found.inner.get_vocab() == as_bytes and found.end == 256 and not found.inner.normalizer:
-        return ByteTokenizer()
-    return found
+    """The tokenizer of a folder that `save` or Hugging Face wrote: tokenizer.json, and the end token that
+    tokenizer_config.json or special_tokens_map.json names."""
+    inner = read_tokenizer(Path(folder, "tokenizer.json"))
+    for path in (Path(folder, "tokenizer_config.json"), Path(folder, "special_tokens_map.json")):
+        try:
+            config = json.loads(_read(path)) if path.is_file() else {}
+        except (ValueError, RecursionError) as error:
+            raise DepthgateError(f"{path} cannot be read: {error}") from None
+        end = config.get("eos_token") if isinstance(config, dict) else None
+        end = end.get("content") if isinstance(end, dict) else end
+        if isinstance(end, str):
+            found, as_bytes = TextTokenizer(inner, end), ByteTokenizer()
+            same = inner.get_vocab() == as_bytes.inner.get_vocab() and found.end == 256 and not inner.normalizer
+            return as_bytes if same else found
+    raise DepthgateError(f"{folder} does not say which token ends a text: add eos_token to tokenizer_config.json")
 
 
 def folder_hash(folder: str | Path) -> str:
@@ -205,7 +199,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
     where there is none."""
     try:
         text = _read(path).decode()
-        ids = _ids(json.loads(text))
+        found = json.loads(text)
+        vocab = found["model"]["vocab"]  # a list has the ids by place
+        ids = [
+            *(vocab.values() if isinstance(vocab, dict) else ()),
+            *(t["id"] for t in found.get("added_tokens") or ()),
+        ]
         if not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
             raise ValueError(f"it has ids that are not whole numbers from 0 to {MOST_IDS - 1}")
         return Tokenizer.from_str(text)
@@ -215,13 +214,6 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise DepthgateError(f"{path} is not a tokenizer: {str(error)[:200]}") from None
 
 
-def _ids(found: Any) -> Iterator[Any]:
-    """Every id that a tokenizer.json names; a vocabulary that is a list has them by place."""
-    vocab = found["model"]["vocab"]
-    yield from vocab.values() if isinstance(vocab, dict) else ()
-    yield from (token["id"] for token in found.get("added_tokens") or ())
-
-
 def _byte_level(vocab: dict[str, int]) -> Tokenizer:
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -229,11 +221,11 @@ def _byte_level(vocab: dict[str, int]) -> Tokenizer:
     return inner
 
 
-def _alphabet() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary (GPT-2's table)."""
+def _alphabet() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
+    return {chr(byte if byte in plain else next(others)): byte for byte in range(256)}
 
 
 def _token_bytes(inner: Tokenizer, vocab: int) -> list[bytes]:
@@ -242,7 +234,7 @@ def _token_bytes(inner: Tokenizer, vocab: int) -> list[bytes]:
     kinds = [decoder, *decoder.get("decoders", [])]
     if not any(kind.get("type") == "ByteLevel" for kind in kinds):
         return []
-    byte_of = {char: byte for byte, char in enumerate(_alphabet())}
+    byte_of = _alphabet()
     table = [b""] * vocab
     for token, i in inner.get_vocab(with_added_tokens=True).items():
         known = all(char in byte_of for char in token)
@@ -270,23 +262,8 @@ def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
             return
 
 
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        raise DepthgateError(f"text holds half a surrogate pair at character {error.start}: remove it") from None
-
-
 def _checked(ids: Iterable[int], vocab: int) -> Iterator[int]:
     for i in ids:
         if not 0 <= i < vocab:
             raise DepthgateError(f"token id {i} is outside the tokenizer's vocabulary of {vocab}")
         yield i
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_read(path)) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise DepthgateError(f"{path} cannot be read: {error}") from None
-    return found if isinstance(found, dict) else {}
