@@ -57,6 +57,20 @@ def test_the_rule_learns_by_its_own_loss_and_nothing_else_does(reentrant):
             close(found[0.5][name], found[0.0][name])
 
 
+def test_a_call_may_give_the_loss_of_the_rule_another_weight():
+    """As where the gradients of several batches are added up."""
+    model, ids = training(dg.hf.convert(dense("llama"), 0.25, [0, 3], rule_loss=0.5), None), tokens(2, 12)
+    found = []
+    for call in ({}, {"rule_loss": 0.125}):
+        model.zero_grad()
+        model(ids, labels=ids, use_cache=False, **call).loss.backward()
+        found.append([layer.depth_router.rule.down.bias.grad for layer in routed_layers(model)])
+    assert len(found[0]) == 2
+    for whole, part in zip(*found, strict=True):
+        close(4 * part, whole)
+        assert whole.abs().max() > 0
+
+
 @checkpointing
 def test_a_threshold_moves_once_a_step_towards_the_kth_score(reentrant):
     model = training(dg.hf.convert(dense("llama"), 0.25, [0, 3], rule="threshold"), reentrant)

@@ -56,7 +56,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
     depth_router: TopTokens
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        keywords = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        x, keywords = hidden_states, {**dict(zip(self.names, args, strict=False)), **kwargs}
         tokens: Tokens | None = keywords.pop(KEYWORD, None)
         if tokens is None:
             raise DepthgateError("a routed layer was called by itself, and cannot see padding: call the whole model")
@@ -65,24 +65,20 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             from depthgate.hf.cache_transformers import store_of
 
             store = store_of(keywords[self.family.cache], self._attention.layer_idx)
-        plan = self._plan(hidden_states, tokens, store)
-        y = self._through(hidden_states, plan, tokens.doc, store, keywords)
-        store.advance(hidden_states.shape[1])
-        return teach(y, plan, self.depth_router, tokens.rule_loss)
-
-    @property
-    def _attention(self) -> Any:
-        return getattr(self, self.family.attention)
-
-    def _plan(self, x: Tensor, tokens: Tokens, store: Any) -> Slots:
-        causal = not self.training if tokens.causal is None else tokens.causal
-        pos = None
+        causal, pos = not self.training if tokens.causal is None else tokens.causal, None
         if tokens.valid is not None:
             pos = torch.where(tokens.valid, store.cumulative_length + torch.arange(x.shape[1], device=x.device), -1)
         # The first call with a static cache makes the room that later ones are compiled for, though no token may enter.
         fewest = int(store.is_compileable and not torch.compiler.is_compiling())
         documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
-        return self.depth_router(x, pos, causal, **documents, fewest_slots=fewest)  # type: ignore[no-any-return]
+        plan: Slots = self.depth_router(x, pos, causal, **documents, fewest_slots=fewest)
+        y = self._through(x, plan, tokens.doc, store, keywords)
+        store.advance(x.shape[1])
+        return teach(y, plan, self.depth_router, tokens.rule_loss)
+
+    @property
+    def _attention(self) -> Any:
+        return getattr(self, self.family.attention)
 
     def _through(self, x: Tensor, plan: Slots, doc: Tensor | None, store: Any, keywords: dict[str, Any]) -> Tensor:
         """x with the chosen tokens taken through the layer."""
@@ -145,11 +141,10 @@ def _computed_rows(plan: Slots) -> tuple[Tensor | None, Slots]:
 def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
     """y, through which the causal rule learns from a plan of training, in training loops that know nothing of plans.
 
-    It is the same tensor; when a gradient comes back through it, the rule's loss adds its own, or the threshold moves.
-    That happens once a step with any kind of activation checkpointing, where a plan kept on the module would lose its
-    gradient, and a counter would count twice. The scale of a gradient scaler and the number of accumulated batches are
-    not known here: a call may give another `rule_loss`. Where no gradient comes back, below the first weight that is
-    trained, thresholds stay; and each process moves its own.
+    When a gradient comes back through it, the rule's loss adds its own, or the threshold moves: once a step, with any
+    kind of activation checkpointing. The scale of a gradient scaler and the number of accumulated batches are not known
+    here: a call may give another `rule_loss`. Where no gradient comes back, below the first weight that is trained,
+    thresholds stay; and each process moves its own.
     """
     if plan.causal or not router.training or not torch.is_grad_enabled() or not y.requires_grad:
         return y
