@@ -156,9 +156,7 @@ class FixedWindowLayer(_Fixed, StaticSlidingWindowLayer):  # type: ignore[misc]
 def store_of(cache: Any, index: int) -> Any:
     """The layer of this number of a model's cache. One of transformers that is still empty is replaced by ours."""
     if not isinstance(cache, Cache):
-        raise DepthgateError(
-            f"the cache is a {type(cache).__name__}: give a transformers Cache, such as DynamicCache()"
-        )
+        raise DepthgateError(f"the cache is a {type(cache).__name__}: give one of transformers, such as DynamicCache()")
     while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]

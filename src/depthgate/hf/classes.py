@@ -155,12 +155,8 @@ def config_class(kind: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     base = CONFIG_MAPPING[kind]
-    body = {
-        "__module__": __name__,
-        "__annotations__": {"depthgate": dict | None},
-        "depthgate": None,
-        "model_type": PREFIX + kind,
-    }
+    value = {"__annotations__": {"depthgate": dict | None}, "depthgate": None}
+    body = {"__module__": __name__, "model_type": PREFIX + kind, **value}
     return strict(type(f"MoD{base.__name__}", (RoutedConfig, base), body))
 
 
@@ -172,13 +168,9 @@ def model_class(kind: str) -> Any:
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
     base, config = getattr(modeling(kind), FAMILIES[kind].model), config_class(kind)
-    body = {
-        "__module__": __name__,
-        "__annotations__": {"config": config},
-        "config_class": config,
-        "prepare_inputs_for_generation": _with_padding(base.prepare_inputs_for_generation),
-    }
-    model = type(f"MoD{base.__name__}", (RoutedModel, base), body)
+    body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
+    model: Any = type(f"MoD{base.__name__}", (RoutedModel, base), body)
+    model.prepare_inputs_for_generation = _with_padding(base.prepare_inputs_for_generation)
     for theirs, ours in ((kind, PREFIX + kind), (base.__name__, model.__name__)):
         stored = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
         if stored is not None:  # weights lie in files under other names

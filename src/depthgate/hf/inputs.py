@@ -29,8 +29,7 @@ class Tokens(NamedTuple):
 def hand_down(
     names: tuple[str, ...], rule_loss: float, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add `Tokens` to a decoder's keywords: a forward pre-hook, once it is given the names of the decoder's arguments
-    and the weight of the loss that teaches the causal rule."""
+    """Add `Tokens` to a decoder's keywords: a forward pre-hook, once it is given its first two arguments."""
     causal, most = kwargs.pop("causal_routing", None), kwargs.pop("max_documents", None)
     weight, padding = kwargs.pop("rule_loss", rule_loss), kwargs.pop(PADDING, None)
     given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
