@@ -7,6 +7,7 @@ commit. The runs were made by `depthgate train` with these options, one of them 
 import hashlib
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import depthgate as dg
 from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
+from depthgate.data.tokenizer import ByteTokenizer
 from tests.conftest import close
 
 OLD = Path(__file__).parents[1] / "fixtures" / "e9f41b0"
@@ -66,3 +68,14 @@ def test_the_run_goes_on(run, tmp_path, monkeypatch):
     command = ["train", "--out", str(tmp_path / "run"), "--data", str(OLD / "text.txt"), "--steps=4", *OPTIONS]
     assert main([*command, "--resume"]) == 0
     assert checkpoint.steps(tmp_path / "run") == [2, 4]
+
+
+def test_random_layers_load_with_the_salt_under_its_old_name(tmp_path):
+    config = dg.ModelConfig(vocab=257, dim=4, layers=2, heads=2, pattern="random,dense", capacity=0.5)
+    model, tokens = dg.Decoder(config).eval(), torch.arange(24)[None]
+    old = {name.replace("router.proj.salt", "router.salt"): weight for name, weight in model.state_dict().items()}
+    assert "layers.0.router.salt" in old
+    checkpoint.save(tmp_path, 1, {"model": old}, {}, {"model": asdict(config)})
+    ByteTokenizer().save(tmp_path / "tokenizer")
+    with torch.no_grad():
+        assert torch.equal(dg.load(tmp_path)(tokens, causal=True).logits, model(tokens, causal=True).logits)

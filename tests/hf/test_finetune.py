@@ -21,8 +21,7 @@ from depthgate.cli import main
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import Documents, tokenize
 from depthgate.hf.adapter import HFLanguageModel, collected_plans, tokenizer_of
-from depthgate.hf.calibrate import are_neutral, calibrate
-from depthgate.hf.recover import falling_steps
+from depthgate.hf.recover import are_neutral, calibrate, falling_steps, scale_routers
 from depthgate.train import optim, run_folder
 from tests.conftest import close
 from tests.hf.words import save_model, write_text
@@ -165,6 +164,7 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
         layer.register_forward_hook(
             lambda _, args, out: seen.append((out - args[0]).norm(dim=-1) / args[0].norm(dim=-1))
         )
+    scale_routers(language.routed)
     calibrate(language, batch, 0.5)
     assert not are_neutral(language.routed)
     changes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]

@@ -344,7 +344,7 @@ def _candidates(run: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise DepthgateError(f"cannot list {run} ({error.strerror}): give the folder of a run") from None
+        raise DepthgateError(f"{run} cannot be read ({error.strerror}): give the folder of a run") from None
     return [run / name for name in sorted(found, key=lambda name: (step_of(name), name))]
 
 

@@ -9,8 +9,8 @@ import torch
 
 from depthgate.checkpoint.store import MANIFEST, steps
 from depthgate.config import ConvertConfig
-from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.conversion import TOLERANCE, check_new, convert_folder, distance, logits, save
+from depthgate.errors import InvalidValueError
+from depthgate.hf.conversion import check_new, check_same, convert_folder, save
 from depthgate.hf.decoder_weights import export
 from depthgate.loading import is_hugging_face, load
 
@@ -31,18 +31,16 @@ def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
         raise InvalidValueError(
             f"to is {config.to!r}, but {config.model} is not a run of `depthgate train`: leave --to out"
         )
-    done = convert_folder(config)
-    routing, changes = done.config.depthgate, done.changes
+    routed, changes, difference = convert_folder(config)
+    routing = routed.depthgate
     lines = [f"{'layer':>5} {'change':>8}  tokens that enter"]
-    for i in range(done.config.num_hidden_layers):
+    for i in range(routed.num_hidden_layers):
         share = routing["capacity"] if i in routing["layers"] else 1
         lines.append(f"{i:5} {'' if changes is None else f'{changes[i]:.4f}':>8}  {share:.0%}")
     if changes is not None:
         lines.append("change: mean |f(x) - x| / |x| over the tokens of the text")
-    lines.append(
-        f"at capacity 1 the logits are the dense model's (largest difference {done.difference:.1e} of the largest)"
-    )
-    return {"routing": routing, "difference": done.difference, "changes": changes}, lines
+    lines.append(f"at capacity 1 the logits are the dense model's (largest difference {difference:.1e} of the largest)")
+    return {"routing": routing, "difference": difference, "changes": changes}, lines
 
 
 def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
@@ -56,14 +54,8 @@ def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     length = min(config.probe, decoder.config.context)
     chance = torch.Generator().manual_seed(config.seed)
     probe = torch.randint(decoder.config.vocab, (2, length), generator=chance)
-    difference = 0.0
-    for causal in (True, False):
-        with torch.no_grad():
-            want = decoder(probe, causal=causal).logits.double()
-        how = {"causal_routing": causal} if decoder.config.routed else {}
-        difference = max(difference, distance(logits(model, probe, **how), want))
-    if not difference <= TOLERANCE[torch.float32]:
-        raise DepthgateError(f"the logits differ from the run's by {difference:.1e} of the largest: nothing is written")
-    save(model, decoder.tokenizer.save, Path(config.out), probe)
+    with torch.no_grad():
+        difference = check_same(model, probe, [decoder(probe, causal=causal).logits for causal in (True, False)])
+    save(model, decoder.tokenizer.save, Path(config.out))
     said = f"a {type(model).__name__} with the logits of the run (largest difference {difference:.1e} of the largest)"
     return {"model_type": model.config.model_type, "difference": difference}, [said]

@@ -14,7 +14,7 @@ from depthgate.data.token_file import Documents, tokenize
 from depthgate.device import World, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
-from depthgate.hf.folder import check_generation, find_tokenizer, load
+from depthgate.hf.folder import check_generation, load
 from depthgate.hf.layer import routed_layers
 from depthgate.hf.recover import Recovery, decays
 from depthgate.train import optim
@@ -34,11 +34,11 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
         config = replace(config, dtype="bfloat16" if device == "cuda" else "float32")
     check_generation(source)
     model = load(source)
-    find_tokenizer(source)
+    tokenizer = tokenizer_of(source)
     if not routed_layers(model):
         raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
     with opened(config, resume, _CONFIG) as folder:
-        language = HFLanguageModel(model, tokenizer_of(source), config.seq)
+        language = HFLanguageModel(model, tokenizer, config.seq)
         documents = Documents(tokenize(config.data, language.tokenizer))
         packed = Packed(documents, config.seq, config.seed)
         task = Recovery(language, config, device, packed.most_documents)

@@ -46,6 +46,12 @@ class TextTokenizer:
             raise DepthgateError(f"{what}: add eos_token to tokenizer_config.json")
         return found
 
+    def check_vocab(self, vocab: int) -> None:
+        """Refuse a model that has no place for some of the ids."""
+        if self.vocab > vocab:
+            why = f"the tokenizer has {self.vocab} ids, but the model has {vocab}"
+            raise DepthgateError(f"{why}: they belong to different models")
+
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without an end."""
         return self.encode_many([text])[0]

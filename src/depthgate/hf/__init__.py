@@ -10,9 +10,8 @@ rule, token by token: text that is generated with a cache is then the text that 
 
 from importlib.util import find_spec
 
-from depthgate.hf.calibrate import layer_changes
 from depthgate.hf.classes import register
-from depthgate.hf.conversion import convert, set_capacity
+from depthgate.hf.conversion import convert, layer_changes, set_capacity
 from depthgate.hf.decoder_weights import export, to_decoder
 from depthgate.hf.families import Routing
 from depthgate.hf.layer import routed_layers

@@ -2,20 +2,21 @@
 as lm-eval sees one."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthgate.config import EvalConfig
 from depthgate.data.tokenizer import TextTokenizer, read_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.folder import check_config, load, load_tokenizer
+from depthgate.hf.folder import check_config, find_tokenizer, load
 from depthgate.hf.layer import routed_layers
 from depthgate.model import Output
 from depthgate.ops.loss import linear_cross_entropy
@@ -31,12 +32,10 @@ class ModelTokenizer(TextTokenizer):
     def __init__(self, inner: Any, end: str | None) -> None:
         super().__init__(inner, end)
         try:
-            bare = inner.encode("a", add_special_tokens=False)
+            found = inner.encode("a")
         except Exception:  # of a vocabulary of words, none of which stands for the unknown ones
-            bare = inner.encode(next(iter(inner.get_vocab(with_added_tokens=False))), add_special_tokens=False)
-        bare, whole = bare.ids, inner.post_process(bare).ids
-        starts = [i for i in range(len(whole)) if whole[i : i + len(bare)] == bare]
-        self.prefix: list[int] = whole[: starts[0]] if starts else []
+            found = inner.encode(next(iter(inner.get_vocab(with_added_tokens=False))))
+        self.prefix: list[int] = found.ids[: [*found.special_tokens_mask, 0].index(0)]
 
     def encode_many(self, texts: Any) -> list[list[int]]:
         return [[*self.prefix, *ids] for ids in super().encode_many(texts)]
@@ -51,32 +50,24 @@ class HFLanguageModel:
     experts = (0, 0)  # none of ours
 
     def __init__(self, model: Any, tokenizer: TextTokenizer, context: int | None = None) -> None:
-        kind = model.config.model_type.removeprefix(PREFIX)
+        config, kind = model.config, model.config.model_type.removeprefix(PREFIX)
         if kind not in FAMILIES:
             raise DepthgateError(f"the family {kind!r} is not supported: use a model of {', '.join(FAMILIES)}")
-        if getattr(model.config, "final_logit_softcapping", None):
+        if getattr(config, "final_logit_softcapping", None):
             raise DepthgateError("the model caps its logits (final_logit_softcapping), which is not supported here")
-        room = model.config.max_position_embeddings
-        context = min(room, _CONTEXT) if context is None else context
+        room = config.max_position_embeddings
+        context = context or min(room, _CONTEXT)
         if context > room:
             raise DepthgateError(f"seq is {context}, but the model has room for {room} tokens: ask for less")
-        if tokenizer.vocab > model.config.vocab_size:
-            raise DepthgateError(
-                f"the tokenizer has {tokenizer.vocab} ids, but the model has {model.config.vocab_size}: they belong to "
-                "different models"
-            )
+        tokenizer.check_vocab(config.vocab_size)
         self.model, self.tokenizer, self.context = model, tokenizer, context
         self.routed = routed_layers(model)
+        routed = config.depthgate["layers"] if self.routed else ()
+        self.kinds = tuple("mod" if i in routed else "dense" for i in range(config.num_hidden_layers))
 
     @property
     def device(self) -> torch.device:
         return self.head.device
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kind of every layer, as in ModelConfig.pattern."""
-        routed = (getattr(self.model.config, "depthgate", None) or {}).get("layers", [])
-        return tuple("mod" if i in routed else "dense" for i in range(self.model.config.num_hidden_layers))
 
     @property
     def head(self) -> Tensor:
@@ -87,18 +78,11 @@ class HFLanguageModel:
     def __call__(
         self, tokens: Tensor, pos: Tensor | None = None, doc: Tensor | None = None, causal: bool = False
     ) -> Output:
-        """Logits and plans of tokens (B, T)."""
-        del doc  # positions tell documents apart
+        """Logits and plans of tokens (B, T). Positions tell documents apart, `doc` does not have to."""
+        del doc
         with collected_plans(self.model) as plans:
-            logits = self.model(tokens, use_cache=False, **self._options(pos, causal)).logits
+            logits = self.model.get_output_embeddings()(self.hidden(tokens, pos, causal))
         return Output(logits, tuple(plan for (plan,) in plans))
-
-    def hidden(self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None, **routing: Any) -> Tensor:
-        """Hidden states (B, T, D) of tokens (B, T). Positions restart at 0 with each document, and are -1 at padding
-        after the documents; `routing` may hold max_documents, the most that a row holds, and rule_loss."""
-        options = self._options(pos, causal, **routing)
-        x: Tensor = self.model.base_model(tokens, use_cache=False, **options).last_hidden_state
-        return x / getattr(self.model.config, "logits_scaling", 1.0)
 
     def loss(
         self,
@@ -109,35 +93,38 @@ class HFLanguageModel:
         causal: bool = False,
     ) -> tuple[Tensor, Plans]:
         """Mean cross-entropy of the targets that are not negative, and the plans of the routed layers."""
-        del doc  # positions tell documents apart
+        del doc
         with collected_plans(self.model) as plans:
             x = self.hidden(tokens, pos, causal)
         loss = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten())
         return loss, tuple(plan for (plan,) in plans)
 
-    def _options(self, pos: Tensor | None, causal: bool | None, **routing: Any) -> dict[str, Any]:
-        """Keywords of the model's forward."""
+    def hidden(self, tokens: Tensor, pos: Tensor | None, causal: bool | None = None, **routing: Any) -> Tensor:
+        """The input of the head (B, T, D). Positions restart at 0 with each document, and are -1 at padding after the
+        documents; `routing` may hold max_documents, the most that a row holds, and rule_loss."""
         options: dict[str, Any] = {"causal_routing": causal, **routing} if self.routed else {}
         if pos is not None:  # padding becomes a document of its own
             options["position_ids"] = torch.where(pos < 0, (pos < 0).cumsum(1) - 1, pos)
-        return options
+        x: Tensor = self.model.base_model(tokens, use_cache=False, **options).last_hidden_state
+        return x / getattr(self.model.config, "logits_scaling", 1.0)
+
+
+def collected_plans(model: Any, measure: Callable[[Slots], Any] = lambda plan: plan) -> Any:
+    """A context in which the plans of a model's routed layers are collected, or a measure of them."""
+    return collected([layer.depth_router for layer in routed_layers(model)], lambda _, __, plan: measure(plan))
 
 
 @contextmanager
-def collected_plans(model: Any, measure: Callable[[Slots], Any] = lambda plan: plan) -> Iterator[list[list[Any]]]:
-    """The plans of a model's routed layers, or a measure of them: a list for each layer, which grows with every call.
+def collected(modules: Sequence[nn.Module], measure: Callable[[Any, Any, Any], Any]) -> Iterator[list[list[Any]]]:
+    """measure(arguments, keywords, output) of every call of some modules: a list for each module, as one list for all
+    would be compiled again for each of its lengths."""
 
-    One list for all layers would be compiled again for each of its lengths.
-    """
+    def keep(mine: list[Any], _: Any, args: Any, kwargs: Any, output: Any) -> None:
+        mine.append(measure(args, kwargs, output))
 
-    def append_to(mine: list[Any]) -> Callable[..., None]:
-        return lambda _, __, plan: mine.append(measure(plan))
-
-    layers = routed_layers(model)
-    found: list[list[Any]] = [[] for _ in layers]
-    hooks = [
-        layer.depth_router.register_forward_hook(append_to(mine)) for layer, mine in zip(layers, found, strict=True)
-    ]
+    found: list[list[Any]] = [[] for _ in modules]
+    pairs = zip(modules, found, strict=True)
+    hooks = [module.register_forward_hook(partial(keep, mine), with_kwargs=True) for module, mine in pairs]
     try:
         yield found
     finally:
@@ -145,18 +132,22 @@ def collected_plans(model: Any, measure: Callable[[Slots], Any] = lambda plan: p
             hook.remove()
 
 
-def open_folder(folder: Path, device: str, dtype: str = "auto", context: int | None = None) -> HFLanguageModel:
-    """The model of a folder, with its tokenizer, on a device."""
+def load_on(device: str, folder: Path, dtype: str) -> Any:
+    """A model on a device. The dtype `auto` is float32 on a CPU, elsewhere the one that the model is stored in."""
     model = load(folder)
-    found = HFLanguageModel(model, tokenizer_of(folder), context)
-    cast(model, compute_dtype(dtype, device, model)).to(device)
-    return found
+    stored = torch.float32 if device == "cpu" else model.dtype
+    return cast(model, stored if dtype == "auto" else getattr(torch, dtype)).to(device)
 
 
 def tokenizer_of(folder: Path) -> ModelTokenizer:
     """The tokenizer of a model's folder: tokenizer.json itself where it exists, since some classes of transformers
     ignore parts of it."""
-    found, path = load_tokenizer(folder), folder / "tokenizer.json"
+    found, path = find_tokenizer(folder), folder / "tokenizer.json"
+    if found is None:
+        raise DepthgateError(
+            f"{folder} has no tokenizer: put the files of the model's own there, "
+            f"as AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r}) does"
+        )
     inner = read_tokenizer(path) if path.is_file() else getattr(found, "backend_tokenizer", None)
     if inner is None:
         raise DepthgateError(f"{folder} has a {type(found).__name__}, which cannot be saved as a tokenizer.json")
@@ -165,19 +156,11 @@ def tokenizer_of(folder: Path) -> ModelTokenizer:
 
 def dense_of(folder: Path) -> Any:
     """The model of a folder with all its layers dense: as it is, or without its routers."""
-    if not (folder / "config.json").is_file():
-        raise DepthgateError(f"{folder} has no config.json: give the folder of a Hugging Face model")
-    kind = str(check_config(folder / "config.json")["model_type"])
-    if not kind.startswith(PREFIX):
+    kind = str(check_config(folder)["model_type"])
+    dense = kind.removeprefix(PREFIX)
+    if kind == dense or dense not in FAMILIES:
         return load(folder)
-    base = getattr(modeling(kind.removeprefix(PREFIX)), FAMILIES[kind.removeprefix(PREFIX)].model)
-    return base.from_pretrained(folder, dtype="auto", local_files_only=True).eval()
-
-
-def compute_dtype(name: str, device: str, model: Any) -> torch.dtype:
-    """The dtype of this name; auto: float32 on a CPU, elsewhere the dtype that the model is stored in."""
-    found: torch.dtype = getattr(torch, name) if name != "auto" else torch.float32 if device == "cpu" else model.dtype
-    return found
+    return getattr(modeling(dense), FAMILIES[dense].model).from_pretrained(folder, dtype="auto", local_files_only=True)
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
@@ -192,7 +175,6 @@ def evaluate_task(config: EvalConfig) -> dict[str, Any]:
     """Metrics of a Hugging Face model, dense or converted, on one task of lm-eval in a yaml file."""
     file = Path(config.tasks or "")
     name = _task_name(file)
-    _check_unique(name, file)
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
@@ -200,11 +182,10 @@ def evaluate_task(config: EvalConfig) -> dict[str, Any]:
     except ImportError as error:
         raise DepthgateError(f"lm-eval is missing ({error}): pip install 'depthgate[eval]'") from None
     folder, device = Path(config.model), resolve_device(config.device)
-    model = load(folder)
-    cast(model, compute_dtype(config.dtype, device, model)).to(device)
+    model = load_on(device, folder, config.dtype)
     options: dict[str, Any] = {} if config.seq is None else {"max_length": config.seq}
     options["add_bos_token"] = bool(tokenizer_of(folder).prefix)  # which lm-eval leaves out unless it is told
-    judged = HFLM(pretrained=model, tokenizer=load_tokenizer(folder), batch_size=config.batch, device=device, **options)
+    judged = HFLM(pretrained=model, tokenizer=find_tokenizer(folder), batch_size=config.batch, device=device, **options)
     try:
         manager = TaskManager(include_path=str(file.parent), include_defaults=False)
         found = simple_evaluate(
@@ -218,22 +199,17 @@ def evaluate_task(config: EvalConfig) -> dict[str, Any]:
 
 
 def _task_name(file: Path) -> str:
-    """The name that a task gives itself. Its yaml may have tags of lm-eval's own, so only this line is read."""
+    """The name that a task gives itself. Its yaml may have tags of lm-eval's own, so only this line is read. A name
+    that another file of the folder has is refused: lm-eval looks a task up by its name among all of them."""
+    line = re.compile(r"^task:\s*['\"]?([\w.-]+)['\"]?\s*$", re.MULTILINE)
+    others = (path for path in sorted(file.parent.rglob("*.y*ml")) if path.is_file() and not path.samefile(file))
     try:
-        named = re.search(r"^task:\s*['\"]?([\w.-]+)['\"]?\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
+        named = line.search(file.read_text(encoding="utf-8"))
+        names = {other: line.findall(other.read_text(encoding="utf-8", errors="replace")) for other in others}
     except (OSError, UnicodeDecodeError) as error:
         raise DepthgateError(f"tasks is {str(file)!r}, which cannot be read ({error}): give a yaml file") from None
     if named is None:
         raise DepthgateError(f"{file} has no line `task: NAME`: give a task of lm-eval as a yaml file")
+    if twins := [other for other, found in names.items() if named[1] in found]:
+        raise DepthgateError(f"{file} and {twins[0]} both name the task {named[1]}: rename one, or move it elsewhere")
     return named[1]
-
-
-def _check_unique(name: str, file: Path) -> None:
-    """Refuse a name that another file of the folder has: lm-eval looks a task up by its name among all of them."""
-    for other in sorted((*file.parent.rglob("*.yaml"), *file.parent.rglob("*.yml"))):
-        try:
-            same = other.resolve() != file.resolve() and _task_name(other) == name
-        except DepthgateError:
-            continue
-        if same:
-            raise DepthgateError(f"{file} and {other} both name the task {name}: rename one, or move it elsewhere")

@@ -4,23 +4,23 @@ does that from a folder to another, compares the model with the dense one, and s
 import copy
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthgate.config import ConvertConfig, check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity
 from depthgate.files import new_folder
-from depthgate.hf.calibrate import layer_changes, least_changing
+from depthgate.hf.adapter import collected
 from depthgate.hf.classes import config_class, install, model_class
-from depthgate.hf.families import Routing, check_config_values, checked_layers, family_of
+from depthgate.hf.families import Routing, check_config_values, checked_layers, decoder_layers, family_of
 from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, find_tokenizer, gguf_of, load
-from depthgate.hf.layer import routed_layers
-from depthgate.routing.routers import TopTokens
+from depthgate.hf.layer import DepthRouter, routed_layers
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -52,13 +52,12 @@ def convert(
     depth = model.config.num_hidden_layers
     check_neutral(gate)
     Routing((0,), capacity, gate, rule, rule_loss)  # refuse wrong values before anything is measured
-    if (isinstance(layers, str) and layers == "auto") != (calibration is not None):
+    name = layers if isinstance(layers, str) else None
+    if (name == "auto") != (calibration is not None):
         raise InvalidValueError("layers='auto' and calibration go together: give both, or neither")
-    chosen: Any = layers
-    if isinstance(layers, str) and layers == "auto":
+    chosen: Any = range(1, depth, 2) if name == "every_other" else layers
+    if name == "auto":
         chosen = least_changing(layer_changes(model, calibration))
-    elif isinstance(layers, str) and layers == "every_other":
-        chosen = range(1, depth, 2)
     routing = Routing(checked_layers(chosen, depth), float(capacity), gate, rule, float(rule_loss))
     before, config = model.config, copy.deepcopy(model.config)  # other models may hold the same config
     config.__class__ = config_class(kind)
@@ -75,54 +74,85 @@ def convert(
 
 def set_capacity(model: Any, capacity: float) -> None:
     """Change the capacity of all routed layers of a model, and of what is saved."""
-    layers = routed_layers(model)
-    if not layers:
+    routers = [part for part in model.modules() if isinstance(part, DepthRouter)]  # copies that PEFT keeps among them
+    if not routers:
         raise InvalidValueError("the model has no routed layers: convert it with dg.hf.convert")
     check_capacity(capacity)
-    for layer in layers:
-        for part in layer.depth_router.modules():  # PEFT may have wrapped the router, and keep a copy
-            if isinstance(part, TopTokens):
-                part.capacity = float(capacity)
+    for router in routers:
+        router.capacity = float(capacity)
     model.config.depthgate = {**model.config.depthgate, "capacity": float(capacity)}
 
 
-class Converted(NamedTuple):
-    """The outcome of a conversion."""
+def layer_changes(model: Any, batch: Any) -> list[float]:
+    """The mean over tokens of |f(x) - x| / |x| for each layer of a dense model, on a batch: token ids (B, T), or a dict
+    of the model's inputs. The model is left as it was."""
+    family_of(model)  # refuses others
+    inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids, vocab = inputs.get("input_ids"), model.get_input_embeddings().num_embeddings
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.numel() == 0:
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise InvalidValueError(f"calibration is {got}: layers='auto' needs token ids of shape (batch, tokens)")
+    if wrong := [i for i in (int(ids.min()), int(ids.max())) if not 0 <= i < vocab]:
+        what = f"calibration has the id {wrong[0]}, but the model's ids are 0 to {vocab - 1}"
+        raise InvalidValueError(f"{what}: use the model's own tokenizer")
+    mask = inputs.get("attention_mask")
+    with watched(model, decoder_layers(model)) as seen:
+        model(**inputs, use_cache=False)
+    means = []
+    for ((_, change),) in seen:
+        weight = torch.ones_like(change) if mask is None else mask.to(change)
+        means.append(float((change * weight).sum() / weight.sum().clamp(min=1)))
+    return means
 
-    config: Any  # of the routed model
-    changes: list[float] | None  # of each layer, how much it changes its tokens, where that was measured
-    difference: float  # the largest of the logits at capacity 1, as a share of the largest logit
+
+def least_changing(changes: list[float]) -> list[int]:
+    """The half of the layers that changes its tokens least, in order."""
+    order = sorted(range(len(changes)), key=lambda i: changes[i])
+    return sorted(order[: len(changes) // 2])
 
 
-def convert_folder(config: ConvertConfig) -> Converted:
-    """Convert the model of a folder or a GGUF file, check it against the dense one, and save it."""
+@contextmanager
+def watched(model: Any, layers: Sequence[nn.Module]) -> Iterator[list[list[tuple[Tensor, Tensor]]]]:
+    """Evaluation mode, in which each layer's inputs x (B, T, D) are kept, with |f(x) - x| / |x| of every token."""
+
+    def measure(args: Any, kwargs: Any, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = (args[0] if args else kwargs["hidden_states"]).to(y.device)  # a hook of accelerate moves x after this one
+        return x, (y.float() - x.float()).norm(dim=-1) / x.float().norm(dim=-1).clamp(min=1e-12)
+
+    training = model.training
+    try:
+        with torch.no_grad(), collected(layers, measure) as seen:
+            model.eval()
+            yield seen
+    finally:
+        model.train(training)
+
+
+def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, float]:
+    """Convert the model of a folder or a GGUF file, check it against the dense one, and save it. Returns its config,
+    what layer_changes measured for layers='auto', and what check_same measured at capacity 1."""
     source, out = Path(config.model), Path(config.out)
     check_new(out, source)
-    if (source / "config.json").is_file() and gguf_of(source) is None:
-        check_config_values(check_config(source / "config.json"), str(source))
+    if gguf_of(source) is None:
+        check_config_values(check_config(source), str(source))
     check_generation(source)
     model = load(source)
     family_of(model)
-    tokenizer = find_tokenizer(source)
     changes, layers = None, config.layer_choice
+    tokenizer = find_tokenizer(source)
     if layers == "auto":
-        changes = layer_changes(model, _calibration(tokenizer, Path(config.text or ""), model, source))
+        changes = layer_changes(model, _calibration(tokenizer, Path(config.text or ""), model))
         layers = least_changing(changes)
     probe, last = _probe(config, model.config)
-    dense = logits(model, probe, logits_to_keep=last)
+    with torch.no_grad():
+        dense = model(probe, use_cache=False, logits_to_keep=last).logits
     if not dense.isfinite().all():
         raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
     convert(model, 1.0, layers, gate=config.gate, rule=config.rule)
-    routed = (logits(model, probe, causal_routing=causal, logits_to_keep=last) for causal in (True, False))
-    difference = max(distance(each, dense) for each in routed)
-    if not difference <= TOLERANCE[model.dtype]:
-        raise DepthgateError(
-            f"at capacity 1 the logits differ from the dense model's by {difference:.1e} of the largest: nothing is "
-            "written; please report this, with the model's config.json"
-        )
+    difference = check_same(model, probe, (dense, dense))
     set_capacity(model, config.capacity)
-    save(model, partial(copy_tokenizer, tokenizer, source), out, probe[:, :last])
-    return Converted(model.config, changes, difference)
+    save(model, partial(copy_tokenizer, tokenizer, source), out)
+    return model.config, changes, difference
 
 
 def check_new(out: Path, source: Path) -> None:
@@ -132,15 +162,17 @@ def check_new(out: Path, source: Path) -> None:
     if source.is_dir() and source.resolve() in out.resolve().parents:
         raise InvalidValueError(f"{out} is within {source}, which stays as it is: give --out another folder")
     there = next(parent for parent in out.absolute().parents if os.path.exists(parent))
-    try:
+    with _writing(out):
         tempfile.TemporaryDirectory(prefix=".depthgate.", dir=there).cleanup()
+
+
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
-        raise _unwritable(out, error) from None
-
-
-def _unwritable(out: Path, error: OSError) -> DepthgateError:
-    why = error.strerror or error
-    return DepthgateError(f"cannot write {out} ({why}): give --out a folder where there is room, and which is yours")
+        why = f"cannot write {out} ({error.strerror or error})"
+        raise DepthgateError(f"{why}: give --out a folder where there is room, and which is yours") from error
 
 
 def _probe(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
@@ -153,42 +185,43 @@ def _probe(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
     return torch.randint(model.vocab_size, (2, min(before + last, room)), generator=chance), last
 
 
-def _calibration(tokenizer: Any, text: Path, model: Any, source: Path) -> Tensor:
+def _calibration(tokenizer: Any, text: Path, model: Any) -> Tensor:
     """Token ids (B, T) from the beginning of a text."""
     rows, length = _CALIBRATION
-    length = min(length, model.config.max_position_embeddings)
     if not text.is_file():
         raise DepthgateError(f"{text} is not a file: give --text a file of text")
     if tokenizer is None:
-        raise DepthgateError(f"{source} has no tokenizer, which --layers auto needs: add its files, or name the layers")
+        raise DepthgateError("the model has no tokenizer, which --layers auto needs: add its files, or name the layers")
     with text.open(encoding="utf-8", errors="replace") as file:
         ids = tokenizer(file.read(32 * rows * length), add_special_tokens=False)["input_ids"]
-    length = min(length, len(ids))
+    length = min(length, model.config.max_position_embeddings, len(ids))
     if length < 2:
-        raise DepthgateError(f"the tokenizer of {source} makes nothing of {text}: look at both, or name the layers")
+        raise DepthgateError(f"the model's tokenizer makes nothing of {text}: look at both, or name the layers")
     rows = min(rows, len(ids) // length)
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
 
 @torch.no_grad()
-def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
-    """Logits of a transformers model in float64."""
-    found: Tensor = model(ids, use_cache=False, **kwargs).logits
-    return found.double()
+def check_same(model: Any, probe: Tensor, wanted: Sequence[Tensor]) -> float:
+    """The largest difference of a model's last logits from those wanted with the causal choice and with the top k, as a
+    share of the largest. More than rounding is refused."""
+    ways = [{"causal_routing": causal} if routed_layers(model) else {} for causal in (True, False)]
+    want = torch.stack([*wanted]).double()
+    found = torch.stack([model(probe, use_cache=False, logits_to_keep=want.shape[2], **how).logits for how in ways])
+    difference = float((found - want).abs().max() / want.abs().max().clamp(min=1e-12))
+    if not difference <= TOLERANCE[model.dtype]:
+        raise DepthgateError(
+            f"the logits differ from those of the source by {difference:.1e} of the largest: nothing is written; "
+            "please report this, with the model's config.json"
+        )
+    return difference
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """The largest difference, as a share of the largest value."""
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
-
-
-def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, probe: Tensor) -> None:
-    """Write a model's folder under another name, check that it loads, and only then rename it."""
-    try:
-        with new_folder(out) as part:
-            model.save_pretrained(part)
-            write_tokenizer(part)
-            if distance(logits(load(part), probe), logits(model, probe)) > 0:
-                raise DepthgateError(f"what was saved is not what was converted: {out} is not written")
-    except OSError as error:
-        raise _unwritable(out, error) from error
+def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: str | None = None) -> None:
+    """Write a model's folder under another name, check that it loads, and only then rename it (see new_folder)."""
+    with _writing(out), new_folder(out, last) as part:
+        model.save_pretrained(part)
+        write_tokenizer(part)
+        loaded = load(part).state_dict()
+        if not all(torch.equal(loaded[name], weight.cpu()) for name, weight in model.state_dict().items()):
+            raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")

@@ -4,16 +4,16 @@ Rotary positions turn the same pairs in both. Weights that one model stacks and 
 their rows, in the order of the table.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError, InvalidValueError, check_choice
 from depthgate.flops import swiglu_hidden
-from depthgate.hf.classes import config_class, model_class
+from depthgate.hf.classes import model_class, register
 from depthgate.hf.families import FAMILIES, PREFIX, Routing, modeling
 from depthgate.model import Decoder
 
@@ -53,12 +53,15 @@ BLOCK = {
 ROUTER = ("router.", "depth_router.")  # in a routed layer; all within has the same name in both
 
 # Values that their configs may have and ours cannot express, each with the value that changes nothing.
-_NEUTRAL = {
+_NEUTRAL: dict[str, Any] = {
+    "quantization_config": None,
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
-    "use_sliding_window": False,
+    "rope_type": "default",
+    "partial_rotary_factor": 1.0,
+    "layer_types": [],  # full attention left out
 }
 
 
@@ -69,42 +72,26 @@ def names(ours: ModelConfig, weights: Iterable[str]) -> Iterator[tuple[str, tupl
             yield name, MODEL[name]
             continue
         _, i, rest = name.split(".", 2)
-        its = f"model.layers.{i}."
         if int(i) in ours.routed and rest.startswith(ROUTER[0]):
-            yield name, (its + ROUTER[1] + rest.removeprefix(ROUTER[0]),)
+            parts: tuple[str, ...] = (ROUTER[1] + rest.removeprefix(ROUTER[0]),)
         else:
-            yield name, tuple(its + part for part in BLOCK[rest.removeprefix("block.")])
-
-
-def _family(ours: ModelConfig, asked: str | None) -> str:
-    """The family that a Decoder can be written as."""
-    if asked is not None:
-        check_choice(asked, "to", KINDS)
-    for layer in ours.kinds:
-        if layer not in ("dense", "mod"):
-            raise InvalidValueError(
-                f"cannot export a {layer!r} layer: Llama and Qwen3 only have dense layers, which may be routed "
-                "(pattern: dense, mod)"
-            )
-    found = "qwen3" if ours.qk_norm else "llama"
-    if asked not in (None, found):
-        raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {asked} is not: write it as {found}")
-    return found
+            parts = BLOCK[rest.removeprefix("block.")]
+        yield name, tuple(f"model.layers.{i}.{part}" for part in parts)
 
 
 def their_values(ours: ModelConfig, eps: float) -> dict[str, Any]:
     """The values of the other model's config; `eps` is what our norms add if our config does not say."""
-    values = {theirs: getattr(ours, name) for name, theirs in VALUES.items()}
-    values |= {
-        VALUES["kv_heads"]: ours.kv_heads or ours.heads,
-        VALUES["head_dim"]: ours.head_size,
-        VALUES["hidden"]: ours.hidden or swiglu_hidden(ours.dim),
-        VALUES["norm_eps"]: eps if ours.norm_eps is None else ours.norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": ours.rope_base},
-    }
+    filled = replace(
+        ours,
+        kv_heads=ours.kv_heads or ours.heads,
+        head_dim=ours.head_size,
+        hidden=ours.hidden or swiglu_hidden(ours.dim),
+        norm_eps=ours.norm_eps or eps,
+    )
+    values = {theirs: getattr(filled, name) for name, theirs in VALUES.items()}
+    values["rope_parameters"] = {"rope_type": "default", "rope_theta": ours.rope_base}
     if ours.routed:
-        routing = {name: getattr(ours, name) for name in ROUTING}
-        values["depthgate"] = Routing(ours.routed, **routing).written()
+        values["depthgate"] = Routing(ours.routed, **{name: getattr(ours, name) for name in ROUTING}).written()
     return values
 
 
@@ -113,17 +100,11 @@ def our_values(config: Any) -> ModelConfig:
     kind = config.model_type.removeprefix(PREFIX)
     if kind not in KINDS:
         raise InvalidValueError(f"a Decoder cannot be a {kind}: only {', '.join(KINDS)} have its layers")
-    if getattr(config, "quantization_config", None) is not None:
-        raise InvalidValueError("the weights are quantised (quantization_config), and a Decoder's are not")
-    rope: Mapping[str, Any] = config.rope_parameters
-    neutral = {**_NEUTRAL, "rope_parameters.rope_type": "default", "rope_parameters.partial_rotary_factor": 1.0}
-    said = {f"rope_parameters.{name}": value for name, value in rope.items() if name != "rope_theta"}
-    said |= {name: getattr(config, name, value) for name, value in _NEUTRAL.items()}
-    windows = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    said |= {"layer_types": sorted(windows)} if windows else {}
-    for name, value in said.items():
-        if value is not None and value != neutral.get(name):
-            raise InvalidValueError(f"{name} is {value!r} in the model's config, which a Decoder cannot compute")
+    said = {**config.to_dict(), **config.rope_parameters}
+    said["layer_types"] = sorted(set(said.get("layer_types") or ()) - {"full_attention"})
+    for name, value in _NEUTRAL.items():
+        if said.get(name) not in (None, value):
+            raise InvalidValueError(f"{name} is {said[name]!r} in the model's config, which a Decoder cannot compute")
     values = {name: getattr(config, theirs) for name, theirs in VALUES.items()}
     kinds = ["dense"] * config.num_hidden_layers
     if (raw := getattr(config, "depthgate", None)) is not None:
@@ -131,8 +112,7 @@ def our_values(config: Any) -> ModelConfig:
         values |= {name: getattr(routing, name) for name in ROUTING}
         for i in routing.layers:
             kinds[i] = "mod"
-    cycle = next(n for n in range(1, len(kinds) + 1) if all(k == kinds[i % n] for i, k in enumerate(kinds)))
-    return ModelConfig(**values, qk_norm=KINDS[kind], rope_base=rope["rope_theta"], pattern=",".join(kinds[:cycle]))
+    return ModelConfig(**values, qk_norm=KINDS[kind], rope_base=said["rope_theta"], pattern=",".join(kinds))
 
 
 @torch.no_grad()
@@ -141,27 +121,29 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     routed if the Decoder is. `to` names the family that it must be. Weights are copied."""
     if not isinstance(decoder, Decoder):
         raise InvalidValueError(f"decoder is a {type(decoder).__name__}: it must be a dg.Decoder")
-    kind = _family(decoder.config, to)
-    try:
-        from transformers import initialization
-    except ImportError:
-        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
+    ours = decoder.config
+    kind = "qwen3" if ours.qk_norm else "llama"
+    if check_choice(to or kind, "to", KINDS) != kind:
+        raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {to} is not: write it as {kind}")
+    if others := set(ours.kinds) - {"dense", "mod"}:
+        raise InvalidValueError(
+            f"cannot export a {min(others)!r} layer: Llama and Qwen3 have dense and mod layers only"
+        )
+    register()  # refuses where transformers is missing
+    from transformers import initialization
+
     dtype = decoder.embed.weight.dtype
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # as nn.RMSNorm has it
     tokenizer = getattr(decoder, "tokenizer", None)
     ends = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.end}
-    base = getattr(modeling(kind), FAMILIES[kind].model)
-    routed = bool(decoder.config.routed)
-    config = (config_class(kind) if routed else base.config_class)(
-        **their_values(decoder.config, eps), **ends, dtype=dtype
-    )
+    made = model_class(kind) if ours.routed else getattr(modeling(kind), FAMILIES[kind].model)
     with initialization.no_init_weights():  # all of them come from the decoder
-        model = (model_class(kind) if routed else base)(config)
+        model = made(made.config_class(**their_values(ours, eps), **ends, dtype=dtype))
     model = model.to(decoder.embed.weight.device, dtype)
-    held, ours = model.state_dict(), decoder.state_dict()
-    for mine, theirs in names(decoder.config, ours):
-        rows = [held[name].shape[0] if held[name].ndim else 1 for name in theirs]
-        for name, part in zip(theirs, ours[mine].split(rows) if len(rows) > 1 else [ours[mine]], strict=True):
+    held = model.state_dict()
+    for (_, theirs), weight in zip(names(ours, decoder.state_dict()), decoder.state_dict().values(), strict=True):
+        parts = [weight] if len(theirs) == 1 else weight.split([len(held[name]) for name in theirs])
+        for name, part in zip(theirs, parts, strict=True):
             held[name].copy_(part)
     model.tie_weights()
     return model.train(decoder.training)
@@ -171,21 +153,16 @@ def to_decoder(model: Any, kind: type[AnyDecoder] = Decoder) -> AnyDecoder:  # t
     """A Decoder that computes what a Llama or Qwen3 of transformers does, converted or not. Weights are copied."""
     config = getattr(model, "config", None)
     if not hasattr(config, "model_type") or not hasattr(model, "lm_head"):
-        raise InvalidValueError(
-            f"model is a {type(model).__name__}: it must be a causal language model of transformers"
-        )
+        raise InvalidValueError(f"model is a {type(model).__name__}: it must be a language model of transformers")
     ours, theirs = our_values(config), dict(model.state_dict())
     with torch.device("meta"):
         decoder = kind(ours)
-    mine: dict[str, Tensor] = {}
-    used: set[str] = set()
-    for name, parts in names(ours, decoder.state_dict()):
-        if missing := [part for part in parts if part not in theirs]:
-            raise DepthgateError(f"the model has no {missing[0]}: it is of another kind than its config says")
-        mine[name] = torch.cat([theirs[part] for part in parts]) if len(parts) > 1 else theirs[parts[0]].clone()
-        used.update(parts)
-    if left := sorted(theirs.keys() - used):
-        raise DepthgateError(f"a Decoder has no place for {', '.join(left)[:200]}: remove it from the model first")
+    table = dict(names(ours, decoder.state_dict()))
+    if odd := sorted(theirs.keys() ^ {part for parts in table.values() for part in parts}):
+        what = f"a Decoder has no place for {odd[0]}" if odd[0] in theirs else f"the model has no {odd[0]}"
+        raise DepthgateError(f"{what}: it is of another kind than its config says, or has parts added to it")
+    mine = {name: torch.cat([theirs[part] for part in parts]) for name, parts in table.items() if len(parts) > 1}
+    mine |= {name: theirs[parts[0]].clone() for name, parts in table.items() if len(parts) == 1}
     decoder.load_state_dict(mine, assign=True)
     if ours.tied:
         decoder.head.weight = decoder.embed.weight

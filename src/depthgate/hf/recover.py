@@ -1,9 +1,16 @@
 """Recovery of a converted model: which weights learn, from which teacher, by which loss, and what is written.
 
 `Recovery` is a task of the training loop (depthgate.train.loop), which `depthgate finetune` runs.
+
+A router of zeros ranks all tokens alike, and the top k are then the first of each document. A calibrated one begins
+with a guess: the tokens that its layer changes most, as far as a linear function of the token tells it.
+Routers look at tokens as they are. In a pretrained model some channels are a thousand times larger than others, and
+one step of AdamW would turn a router over; a scaled one learns as if every channel had the size 1.
 """
 
 import sys
+from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +21,21 @@ from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed, Rows
 from depthgate.device import count_flops
 from depthgate.errors import DepthgateError
-from depthgate.files import new_folder
+from depthgate.flops import budget
 from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
-from depthgate.hf.calibrate import calibrate, scale_routers, unscale_routers
 from depthgate.hf.classes import ROUTER
-from depthgate.hf.conversion import set_capacity
+from depthgate.hf.conversion import save, set_capacity, watched
 from depthgate.hf.families import Routing, decoder_layers
-from depthgate.hf.folder import copy_tokenizer, find_tokenizer, load
+from depthgate.hf.folder import copy_tokenizer, find_tokenizer
+from depthgate.hf.layer import RoutedLayer
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
-from depthgate.routing import Plans, Threshold, routed_share
+from depthgate.routing import Plans, Predictor, Threshold, TopTokens, routed_share
 
 _DECAY = 0.9  # of moving thresholds: scores move much in a short time
+_RIDGE = 1e-2  # of the mean square of a channel
+_SPREAD, _SMALL_SPREAD = 1.0, 0.05  # of the scores; small where they change the gate, which is to stay near 1
+_FIRST = 3.0  # how far above the others a document's first token is put, in standard deviations
+_MATTERS = 10.0  # how much more than another it weighs in the fit
 
 
 class Recovery:
@@ -32,10 +43,12 @@ class Recovery:
     in float32."""
 
     def __init__(self, language: HFLanguageModel, config: FinetuneConfig, device: str, max_documents: int) -> None:
-        self.language, self.config, self.device, self.max_documents = language, config, device, max_documents
+        self.language, self.config, self.device = language, config, device
         self.model: Any = language.model
         self.teacher = self._teacher()
         self._stored: torch.dtype = self.model.dtype
+        share = Routing(**self.model.config.depthgate).rule_loss / config.accumulate  # every part of a batch adds it
+        self._routing: dict[str, Any] = {"max_documents": max_documents, "rule_loss": share}
         torch.manual_seed(config.seed)
         self._adapted = _with_lora(self.model, config.rank) if config.train == "lora" else None
         if config.train == "full" or config.dtype == "float32":
@@ -55,24 +68,20 @@ class Recovery:
             self.model.gradient_checkpointing_enable()
             self.model.enable_input_require_grads()
         if config.compile:
-            _compile_layers(self.model)
-            if self.teacher is not None:
-                _compile_layers(self.teacher.model)
+            for each in filter(None, (language, self.teacher)):
+                _compile_layers(each.model)
         self._flops = self._count_flops()
-        self.goal = self.capacity if config.capacity is None else config.capacity
-        steps = config.steps if config.schedule_steps is None else config.schedule_steps
-        self.falling_steps = falling_steps(config.capacity_share, steps)
+        self.goal = config.capacity or self.capacity
+        self.falling_steps = falling_steps(config.capacity_share, config.schedule_steps or config.steps)
 
     def _teacher(self) -> HFLanguageModel | None:
         """The dense model to learn from, if the configuration asks for one."""
         if self.config.loss != "distillation":
             return None
         dense = dense_of(Path(self.config.teacher or self.config.model))
-        if dense.config.vocab_size != self.model.config.vocab_size:
-            raise DepthgateError(
-                f"the teacher has {dense.config.vocab_size} ids, the model {self.model.config.vocab_size}: "
-                "they must have one vocabulary"
-            )
+        its, own = dense.config.vocab_size, self.model.config.vocab_size
+        if its != own:
+            raise DepthgateError(f"the teacher has {its} ids, the model {own}: they must have one vocabulary")
         dense = cast(dense, getattr(torch, self.config.dtype)).to(self.device).requires_grad_(False)
         return HFLanguageModel(dense, self.language.tokenizer, self.language.context)
 
@@ -95,20 +104,16 @@ class Recovery:
     def loss(self, rows: Rows) -> tuple[Tensor, float, list[Tensor], Plans]:
         """Mean loss over the targets, and the routed share of each layer. The layers themselves add the loss of their
         rules, and move their thresholds."""
-        with collected_plans(self.model, lambda plan: routed_share(plan).detach()) as shares:
-            mean = self._loss(rows.tokens, rows.pos, rows.targets.flatten())
-        return mean, 0.0, [first for first, *_ in shares], ()
-
-    def _loss(self, tokens: Tensor, pos: Tensor, targets: Tensor) -> Tensor:
-        share = Routing(**self.model.config.depthgate).rule_loss / self.config.accumulate  # every part adds it
-        x = self.language.hidden(tokens, pos, max_documents=self.max_documents, rule_loss=share).flatten(0, 1)
-        weight, compiled = self.language.head, self.config.compile
+        config, head, targets = self.config, self.language.head, rows.targets.flatten()
+        with collected_plans(self.model, lambda plan: routed_share(plan).detach()) as found:
+            x = self.language.hidden(rows.tokens, rows.pos, **self._routing).flatten(0, 1)
+        shares = [first for first, *_ in found]
         if self.teacher is None:
-            return linear_cross_entropy(x, weight, targets, compiled=compiled)
+            return linear_cross_entropy(x, head, targets, compiled=config.compile), 0.0, shares, ()
         with torch.no_grad(), torch.autocast(self.device, enabled=False):
-            taught = self.teacher.hidden(tokens, pos).flatten(0, 1)
-        softness, text = self.config.temperature, self.config.text_share
-        return linear_distillation(x, weight, taught, self.teacher.head, targets, softness, text, compiled=compiled)
+            taught = self.teacher.hidden(rows.tokens, rows.pos).flatten(0, 1)
+        wanted = (taught, self.teacher.head, targets, config.temperature, config.text_share)
+        return linear_distillation(x, head, *wanted, compiled=config.compile), 0.0, shares, ()
 
     def flops_per_token(self, capacity: float) -> float:
         """Training FLOPs per token at this capacity, interpolated between the counts at capacity 1 and at the model's
@@ -145,13 +150,7 @@ class Recovery:
         unscale_routers(self.language.routed)
         cast(self.model, self._stored).eval()
         source = Path(self.config.model)
-        try:
-            with new_folder(folder, last="config.json") as part:
-                self.model.save_pretrained(part)
-                copy_tokenizer(find_tokenizer(source), source, part)
-                load(part)
-        except OSError as error:
-            raise DepthgateError(f"cannot write the model to {folder} ({error.strerror or error})") from error
+        save(self.model, partial(copy_tokenizer, find_tokenizer(source), source), folder, last="config.json")
 
 
 def falling_steps(share: float, steps: int) -> int:
@@ -177,13 +176,91 @@ def _with_lora(model: Any, rank: int) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise DepthgateError("peft is missing: pip install 'depthgate[finetune]'") from None
-    wanted = LoraConfig(
-        r=rank,
-        lora_alpha=2 * rank,
-        target_modules="all-linear",
-        exclude_modules=rf".*{ROUTER}.*",
-        task_type="CAUSAL_LM",
-    )
-    adapted = get_peft_model(model, wanted)
+    where = {"target_modules": "all-linear", "exclude_modules": rf".*{ROUTER}.*"}
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **where))
     print(f"LoRA of rank {rank} in {len(adapted.targeted_module_names)} layers", file=sys.stderr)
     return adapted
+
+
+@cache
+def _scaled_class(base: Any) -> Any:
+    """A class whose weight is what it learns times the scale of each channel. One class for all modules of a kind, so
+    that code compiled for one of them serves all (parametrizations of torch make a class for each)."""
+    return type(f"Scaled{base.__name__}", (base,), {"weight": property(lambda self: self.learnt * self.scale)})
+
+
+def _readers(layers: Sequence[RoutedLayer]) -> list[Any]:
+    """The parts of routers that look at tokens."""
+    routers = [layer.depth_router for layer in layers]
+    return [router.proj for router in routers] + [r.rule.up for r in routers if isinstance(r.rule, Predictor)]
+
+
+def scale_routers(layers: Sequence[RoutedLayer]) -> None:
+    """Let routers learn with a scale for each channel, which `calibrate` sets."""
+    for part in _readers(layers):
+        part.learnt = part._parameters.pop("weight")
+        part.register_buffer("scale", torch.ones(part.learnt.shape[-1], device=part.learnt.device))
+        part.__class__ = _scaled_class(part.__class__)
+
+
+def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
+    """Turn scaled weights into plain ones of the same value."""
+    for part in _readers(layers):
+        part.learnt.data = part.weight.detach()
+        part.__class__ = part.__class__.__bases__[0]
+        part.weight = part._parameters.pop("learnt")
+        del part.scale
+
+
+def are_neutral(layers: Sequence[RoutedLayer]) -> bool:
+    """True if the scores of all routers are still zero."""
+    return not any(bool(layer.depth_router.proj.weight.any()) for layer in layers)
+
+
+@torch.no_grad()
+def calibrate(language: Any, rows: Rows, capacity: float) -> None:
+    """Set the scales of the scaled routers of an HFLanguageModel, and routers that are neutral, from what their layers,
+    all dense, do to the tokens of some rows. The model then has this capacity.
+
+    A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function
+    of the token tells it. The first token of a document is changed little, but all others look at it: it is put first.
+    """
+    neutral = are_neutral(language.routed)
+    set_capacity(language.model, 1.0)
+    with watched(language.model, language.routed) as seen:
+        for tokens, pos in zip(rows.tokens, rows.pos, strict=True):
+            language.hidden(tokens[None].to(language.device), pos[None].to(language.device), causal=False)
+    first = (rows.pos == 0).flatten().to(language.device)
+    spread = _SPREAD if language.model.config.depthgate["gate"] == "straight_through" else _SMALL_SPREAD
+    set_capacity(language.model, capacity)
+    for layer, mine in zip(language.routed, seen, strict=True):
+        router = layer.depth_router
+        x, change = (torch.cat(part, 1)[0].float() for part in zip(*mine, strict=True))
+        mine.clear()
+        size = x.square().mean(0).sqrt().clamp(min=1e-6)
+        for part in _readers([layer]):
+            part.scale.copy_(1 / size)
+            if part is router.proj or router.rule.down.weight.any():  # others than those of an untrained predictor
+                part.learnt.mul_(size)  # keep their value
+        if neutral:
+            _fit(router, x / size, change.clamp(min=1e-6).log(), first, capacity, spread)
+
+
+def _fit(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: float, spread: float) -> None:
+    """Set a router by ridge regression on scaled tokens x (N, D), so that a share of `capacity` of them has scores of
+    at least 0."""
+    wanted = (change - change[~first].mean()) / change[~first].std().clamp(min=1e-12)
+    wanted = torch.where(first, _FIRST, wanted)
+    features = torch.cat([x, torch.ones_like(x[:, :1])], 1).double()
+    weighted = features * torch.where(first, _MATTERS, 1.0)[:, None] / len(x)
+    square = weighted.mT @ features
+    square.diagonal().add_(_RIDGE)
+    fit = torch.linalg.solve(square, weighted.mT @ wanted.double())[:-1].float()
+    scores = x @ fit
+    middle = scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
+    times = spread / scores[~first].std().clamp(min=1e-12)
+    router.proj.learnt.copy_(fit * times)
+    router.proj.bias.fill_(float(-middle * times))
+    if isinstance(router.rule, Threshold):
+        router.rule.average.zero_()
+        router.rule.weight.fill_(1.0)
