@@ -74,9 +74,8 @@ def held_out(folder: str | Path, tokenizer: TextTokenizer) -> "Documents":
     from depthgate.data.token_file import prepare
 
     if is_hugging_face(Path(folder)):
-        raise InvalidValueError(
-            f"{folder} is a Hugging Face model, which has no held-out text: name a text with --data, --text or --prompt"
-        )
+        what = f"{folder} is a Hugging Face model, which has no held-out text"
+        raise InvalidValueError(f"{what}: name a text with --data, --text or --prompt")
     home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
     try:
         asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))

@@ -144,10 +144,8 @@ def tokenizer_of(folder: Path) -> ModelTokenizer:
     ignore parts of it."""
     found, path = find_tokenizer(folder), folder / "tokenizer.json"
     if found is None:
-        raise DepthgateError(
-            f"{folder} has no tokenizer: put the files of the model's own there, "
-            f"as AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r}) does"
-        )
+        how = f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r})"
+        raise DepthgateError(f"{folder} has no tokenizer: put the files of the model's own there, as {how} does")
     inner = read_tokenizer(path) if path.is_file() else getattr(found, "backend_tokenizer", None)
     if inner is None:
         raise DepthgateError(f"{folder} has a {type(found).__name__}, which cannot be saved as a tokenizer.json")

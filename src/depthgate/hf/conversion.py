@@ -210,10 +210,8 @@ def check_same(model: Any, probe: Tensor, wanted: Sequence[Tensor]) -> float:
     found = torch.stack([model(probe, use_cache=False, logits_to_keep=want.shape[2], **how).logits for how in ways])
     difference = float((found - want).abs().max() / want.abs().max().clamp(min=1e-12))
     if not difference <= TOLERANCE[model.dtype]:
-        raise DepthgateError(
-            f"the logits differ from those of the source by {difference:.1e} of the largest: nothing is written; "
-            "please report this, with the model's config.json"
-        )
+        what = f"the logits differ from those of the source by {difference:.1e} of the largest"
+        raise DepthgateError(f"{what}: nothing is written; please report this, with the model's config.json")
     return difference
 
 

@@ -126,9 +126,7 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     if check_choice(to or kind, "to", KINDS) != kind:
         raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {to} is not: write it as {kind}")
     if others := set(ours.kinds) - {"dense", "mod"}:
-        raise InvalidValueError(
-            f"cannot export a {min(others)!r} layer: Llama and Qwen3 have dense and mod layers only"
-        )
+        raise InvalidValueError(f"cannot export a {min(others)!r} layer: Llama and Qwen3 have dense and mod layers")
     register()  # refuses where transformers is missing
     from transformers import initialization
 
@@ -140,9 +138,9 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     with initialization.no_init_weights():  # all of them come from the decoder
         model = made(made.config_class(**their_values(ours, eps), **ends, dtype=dtype))
     model = model.to(decoder.embed.weight.device, dtype)
-    held = model.state_dict()
-    for (_, theirs), weight in zip(names(ours, decoder.state_dict()), decoder.state_dict().values(), strict=True):
-        parts = [weight] if len(theirs) == 1 else weight.split([len(held[name]) for name in theirs])
+    held, weights = model.state_dict(), decoder.state_dict()
+    for mine, theirs in names(ours, weights):
+        parts = [weights[mine]] if len(theirs) == 1 else weights[mine].split([len(held[name]) for name in theirs])
         for name, part in zip(theirs, parts, strict=True):
             held[name].copy_(part)
     model.tie_weights()
