@@ -139,7 +139,7 @@ def _rows(name: str, model: Decoder, config: argparse.Namespace) -> list[dict[st
                     engine.prefill(_texts(batch, context, model.config.vocab))
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
                 row |= _decoded(engine, batch, config)
-                if engine.cache is not None:
+                if cached:
                     row["kv_bytes"] = engine.cache_bytes
                 rows.append(row)
                 measure.say(json.dumps(row))

@@ -62,7 +62,8 @@ def report(
         print(json.dumps({"machine": about, "config": vars(options), "rows": rows}))
     else:
         cells = [_cells(row, list(columns.values())) for row in rows]
-        print_table(list(columns), cells, title, ", ".join(f"{key} {value}" for key, value in about.items()))
+        print_table(list(columns), cells, title)
+        print(", ".join(f"{key} {value}" for key, value in about.items()))
     if wrong := [f"{row.get('model') or row['layer']}: {row['error']}" for row in rows if "error" in row]:
         raise DepthgateError(f"wrong answer, not timed: {'; '.join(wrong)}")
 

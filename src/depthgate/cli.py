@@ -137,12 +137,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _reason(error: Exception) -> str:
     """A few lines for the user; raises errors again that are our own mistakes."""
     text = str(error)
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("alloc" in text or "out of mem" in text)
-    ):
-        return f"out of memory: {(text.splitlines() or ['nothing is left'])[0]}; ask for less"
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError) and "alloc" not in text and "out of mem" not in text:
         raise error
+    if isinstance(error, RuntimeError | MemoryError):
+        return f"out of memory: {(text.splitlines() or ['nothing is left'])[0]}; ask for less"
     if isinstance(error, OSError):
         silence(sys.stdout)
     return text

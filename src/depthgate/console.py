@@ -60,9 +60,7 @@ def guarded() -> Iterator[None]:
         sys.stderr, warnings.formatwarning = log, usual
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None, caption: str | None = None
-) -> None:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
     """A table on stdout: names in the first column, figures in the others; no cell is cut, however long."""
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip_longest(*lines, fillvalue="")]
@@ -72,5 +70,3 @@ def print_table(
     for name, *figures in lines:
         cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]
         print("  ".join(cells).rstrip())
-    if caption:
-        print(caption)

@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -163,20 +164,15 @@ def machine(device: str = "cpu") -> dict[str, Any]:
 
 
 def _cpu_name() -> str:
-    try:
-        names = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        names = []
+    cpus = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.+)$", cpus.read_text(), re.MULTILINE) if cpus.exists() else []
     return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:
     """The commit of this source tree, "-dirty" where files differ from it; None for an installed package."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
+    if not (root / ".git").exists() or shutil.which("git") is None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None

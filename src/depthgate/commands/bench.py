@@ -8,6 +8,7 @@ machine meets all of them alike.
 import json
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from itertools import product
 from statistics import median
 from typing import Any
@@ -39,26 +40,20 @@ class _Cached:
 
     def read(self, ids: Tensor) -> None:
         """Read tokens (B, T) into a new cache."""
-        if self.ours:
-            self.cache: Any = Engine(self.net, len(ids))
-            self.logits = self.cache.prefill(ids.tolist()).logits
-        else:
-            from transformers import DynamicCache
-
-            self.cache = DynamicCache()
-            self._go_on(ids)
+        self.cache: Any = Engine(self.net, len(ids)) if self.ours else import_module("transformers").DynamicCache()
+        self._go_on(ids)
 
     def step(self) -> None:
         """Read the likeliest next token."""
-        token = self.logits.argmax(-1)
-        if self.ours:
-            self.logits = self.cache.step(token).logits
-        else:
-            self._go_on(token[:, None])
+        self._go_on(self.logits.argmax(-1)[:, None])
 
     def _go_on(self, ids: Tensor) -> None:
-        options = {"past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        self.logits = self.net(ids, **options).logits[:, -1]
+        if not self.ours:
+            found = self.net(ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            self.logits = found.logits[:, -1]
+        else:
+            found = self.cache.step(ids[:, 0]) if ids.shape[1] == 1 else self.cache.prefill(ids.tolist())
+            self.logits = found.logits
 
     def kv_bytes(self) -> int:
         if self.ours:
@@ -133,10 +128,9 @@ def run(config: BenchConfig, as_json: bool) -> None:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
     else:
         columns = ("model", "batch", "context", "prefill tokens/s", "decode tokens/s", "memory MiB", "K/V MiB")
-        title = (
-            f"{config.new_tokens} tokens written, {config.dtype}, medians; memory: weights and K/V; x: over the first"
-        )
-        print_table(columns, map(_cells, rows), title, ", ".join(f"{key} {value}" for key, value in about.items()))
+        title = f"{config.new_tokens} tokens written, {config.dtype}, medians; memory: weights + K/V; x: over the first"
+        print_table(columns, map(_cells, rows), title)
+        print(", ".join(f"{key} {value}" for key, value in about.items()))
     if wrong := [row["model"] for row in rows if "error" in row]:
         raise DepthgateError(f"wrong answer, not timed: {', '.join(wrong)}: logits with and without a cache differ")
 

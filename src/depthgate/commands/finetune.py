@@ -21,8 +21,6 @@ from depthgate.train import optim
 from depthgate.train.loop import Loop
 from depthgate.train.run_folder import opened
 
-_CONFIG = "finetune.json"
-
 
 def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     """Fine-tune, or go on; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
@@ -37,7 +35,7 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     tokenizer = tokenizer_of(source)
     if not routed_layers(model):
         raise DepthgateError(f"{source} has no routed layers: convert it first, with depthgate convert")
-    with opened(config, resume, _CONFIG) as folder:
+    with opened(config, resume, "finetune.json") as folder:
         language = HFLanguageModel(model, tokenizer, config.seq)
         documents = Documents(tokenize(config.data, language.tokenizer))
         packed = Packed(documents, config.seq, config.seed)

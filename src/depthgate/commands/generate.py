@@ -67,9 +67,10 @@ def _show(stream: Generator[Event], todo: list[Generation], model: LoadedDecoder
         except BaseException as error:
             stream.close()  # adds what was held back
             failed = error
-        whole = (
-            _by_depth(result, model.config, _last_depth(result, model)) if colours and result.tokens else result.text
-        )
+        whole = result.text
+        if colours and result.tokens:
+            found = Engine(model, 1, cached=False).prefill([result.prompt_tokens + result.tokens])
+            whole = _by_depth(result, model.config, int(found.depths[0, -1]))
         print(whole[len(shown) :])
     if depth:
         shape = model.config
@@ -94,11 +95,6 @@ def _by_depth(result: Generation, shape: ModelConfig, *last: int) -> str:
     after it is there, so the last one is left out, unless its depth is given."""
     depths = [*result.depths[len(result.prompt_tokens) :], *last]
     return "".join(_coloured(*each, shape) for each in zip(result.pieces, depths, strict=False))
-
-
-def _last_depth(result: Generation, model: LoadedDecoder) -> int:
-    ids = result.prompt_tokens + result.tokens
-    return int(Engine(model, 1, cached=False).prefill([ids]).depths[0, -1])
 
 
 def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:

@@ -63,11 +63,6 @@ class Sampling(Options):
         return cls(**options)
 
     @property
-    def greedy(self) -> bool:
-        """True where the best token is always taken, and no random number is needed."""
-        return self.temperature == 0
-
-    @property
     def stops(self) -> list[str]:
         """All texts at which to end."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())

@@ -2,25 +2,23 @@
 leave the batch."""
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from inspect import Parameter, signature
 from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from depthgate.cache import LayerCache
+from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.generation.beams import Beams
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import check_logits, pick, uniform
 from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts, tokenizer_of
 from depthgate.model import Decoder
 from depthgate.routing import Slots
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Pass(NamedTuple):
@@ -159,26 +157,85 @@ def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: in
             row.close()
 
 
+@dataclass
+class _Beam:
+    """A continuation: its tokens, the sum of their log-probabilities, and the layers that prompt and tokens but the
+    last went through."""
+
+    tokens: list[int]
+    score: float
+    depths: list[int]
+    routed: list[int]
+    finish: str | None = None
+
+    @property
+    def mean(self) -> float:
+        """Log-probability a token, by which beams are compared."""
+        return self.score / max(1, len(self.tokens))
+
+
 def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Generator[Event]:
     """The best continuation of every prompt by log-probability a token; prompts are searched one after another, and
     the tokens of each come when it is found. Where it is interrupted, the prompt under way keeps the best so far."""
-    config = engine.model.config
     for number, result in enumerate(todo):
-        beams = Beams(sampling, engine.tokenizer, config.context - len(result.prompt_tokens), len(config.routed))
         try:
-            engine.restart(1)
-            found = engine.prefill([result.prompt_tokens])
-            while parents := beams.advance(found.logits, *found.ways()):
-                engine.select(torch.tensor(parents, device=engine.device))
-                found = engine.step(torch.tensor([beam.tokens[-1] for beam in beams.going], device=engine.device))
-            result.finish = beams.best.finish
+            for best in _best_so_far(engine, result, sampling):
+                result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
+            result.finish = best.finish
         finally:
-            best = beams.best
-            result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
-            result.pieces = pieces(best.tokens, engine.tokenizer, sampling.stops)
-        depths = best.depths[len(result.prompt_tokens) - 1 :]
-        finishes = [None] * (len(best.tokens) - 1) + [best.finish]
-        yield from map(partial(Event, number), best.tokens, result.pieces, depths, finishes)
+            result.pieces = pieces(result.tokens, engine.tokenizer, sampling.stops)
+        depths = result.depths[len(result.prompt_tokens) - 1 :]
+        finishes = [None] * (len(result.tokens) - 1) + [result.finish]
+        yield from map(partial(Event, number), result.tokens, result.pieces, depths, finishes)
+
+
+def _best_so_far(engine: Engine, result: Generation, sampling: Sampling) -> Generator[_Beam]:
+    """The best continuation of one prompt so far, after each token that all beams grow by."""
+    config, width = engine.model.config, sampling.beams
+    most, at_most = sampling.most_tokens(config.context - len(result.prompt_tokens))
+    going, finished = [_Beam([], 0.0, [], [0] * len(config.routed))], list[_Beam]()
+    engine.restart(1)
+    found = engine.prefill([result.prompt_tokens])
+    for length in range(1, most + 1):
+        extended = _extended(going, found, 2 * width)  # twice as many as are kept: half of them may end here
+        for _, beam in extended:
+            beam.finish = _finish(beam.tokens, engine.tokenizer, sampling.stops)
+        finished += [beam for _, beam in extended if beam.finish is not None]
+        finished = sorted(finished, key=lambda beam: -beam.mean)[:width]
+        kept = [(parent, beam) for parent, beam in extended if beam.finish is None][:width]
+        going = [beam for _, beam in kept]
+        if length == most:
+            for beam in going:
+                beam.finish = at_most
+        yield max([*finished, *going], key=lambda beam: beam.mean)
+        settled = len(finished) == width and all(finished[-1].mean >= beam.mean for beam in going)
+        if settled or length == most:
+            return
+        engine.select(torch.tensor([parent for parent, _ in kept], device=engine.device))
+        found = engine.step(torch.tensor([beam.tokens[-1] for beam in going], device=engine.device))
+
+
+def _extended(beams: list[_Beam], found: Pass, most: int) -> list[tuple[int, _Beam]]:
+    """The likeliest beams with one more token, best first, each with the row that it comes from."""
+    check_logits(found.logits)
+    ways = [
+        (beam.depths + depths, [a + b for a, b in zip(beam.routed, routed, strict=True)])
+        for beam, depths, routed in zip(beams, *found.ways(), strict=True)
+    ]
+    scores = found.logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=found.logits.device)
+    best = scores.flatten().topk(min(most, scores.numel()))
+    places = [divmod(place, scores.shape[1]) for place in best.indices.tolist()]
+    return [
+        (row, _Beam([*beams[row].tokens, token], score, *ways[row]))
+        for score, (row, token) in zip(best.values.tolist(), places, strict=True)
+    ]
+
+
+def _finish(tokens: list[int], tokenizer: TextTokenizer, stops: list[str]) -> str | None:
+    if tokens[-1] == tokenizer.end:
+        return "end"
+    text = tokenizer.decode(tokens) if stops else ""
+    return "stop" if any(stop in text for stop in stops) else None
 
 
 def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
@@ -189,18 +246,6 @@ def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: in
     return search(engine, todo, sampling) if sampling.beams > 1 else decode(engine, todo, sampling, drawn)
 
 
-def _shows_options(function: _F) -> _F:
-    """Give **options the names, defaults and explanations of Sampling, in the function's signature and help."""
-    known = signature(function)
-    model, prompts, *own, _ = known.parameters.values()
-    kind = Parameter.KEYWORD_ONLY
-    options = [Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(Sampling)]
-    function.__signature__ = known.replace(parameters=[model, prompts, *options, *own])  # type: ignore[attr-defined]
-    function.__doc__ = f"{function.__doc__}{(Sampling.__doc__ or '').partition('Args:')[2]}"
-    return function
-
-
-@_shows_options
 def stream(
     model: Decoder, prompts: Prompt | Sequence[Prompt], *, cache: bool = True, chunk: int = 512, **options: Any
 ) -> Generator[Event]:
@@ -211,7 +256,6 @@ def stream(
     return events(Engine(model, len(todo), cache, chunk), todo, sampling)
 
 
-@_shows_options
 def generate(
     model: Decoder,
     prompts: Prompt | Sequence[Prompt],
@@ -236,3 +280,16 @@ def generate(
         if callback is not None:
             callback(event)
     return todo
+
+
+def _show_options(function: Any) -> None:
+    """Give **options the names, defaults and explanations of Sampling, in the function's signature and help."""
+    known, kind = signature(function), Parameter.KEYWORD_ONLY
+    model, prompts, *own, _ = known.parameters.values()
+    options = [Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(Sampling)]
+    function.__signature__ = known.replace(parameters=[model, prompts, *options, *own])
+    function.__doc__ += (Sampling.__doc__ or "").partition("Args:")[2]
+
+
+_show_options(stream)
+_show_options(generate)

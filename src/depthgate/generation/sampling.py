@@ -20,7 +20,7 @@ def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, numbers
 
     Greedy takes the first of the largest. Logits that `check_logits` refuses give some id in range.
     """
-    if sampling.greedy:
+    if sampling.temperature == 0:
         return _penalised(logits, sampling, seen).argmax(-1)
     ends = weights(logits, sampling, seen).cumsum(-1)  # (B, V): where each token's interval ends
     assert numbers is not None

@@ -110,7 +110,6 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
-        self.text = ""  # everything given out so far
         self.stopped = False
         self._stop = tuple(stop)
         self._decode = _decoder(tokenizer)
@@ -129,7 +128,6 @@ class TextStream:
         self.stopped = bool(found)
         cut = min(found)[1] if found else len(known) - (0 if token is None else self._doubtful(known))
         self._held = known[cut:]
-        self.text += known[:cut]
         return known[:cut]
 
     def _doubtful(self, known: str) -> int:
