@@ -10,6 +10,7 @@ import torch
 
 from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint import tensors as tensor_files
+from depthgate.device import World
 from depthgate.errors import DepthgateError
 from depthgate.train import run_folder as run
 from tests.checkpoint.samples import ALL_FILES, flip, forge
@@ -257,7 +258,8 @@ def remove(path: Path, *names: str) -> None:
 def tensors(path: Path, change) -> None:
     """Write a safetensors file again, with other tensors."""
     with open(path, "rb") as file:
-        found = tensor_files.read_all(tensor_files.index({path: tensor_files.open_file(file.fileno(), path)}))
+        wholes = tensor_files.index({path: tensor_files.open_file(file.fileno(), path)})
+        found = tensor_files.read_all(wholes, World(), {})
     change(found)
     tensor_files.write(path, found)
 
