@@ -23,8 +23,6 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-import zstandard
-
 from depthgate.errors import DepthgateError, InvalidValueError
 
 MARK = "<|endoftext|>"
@@ -123,7 +121,7 @@ def _named_errors(path: Path) -> Iterator[None]:
     """Turn what a damaged or unreadable file raises into an error that names the file."""
     try:
         yield
-    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError) as error:
+    except (EOFError, lzma.LZMAError, zlib.error, gzip.BadGzipFile) as error:
         raise DepthgateError(f"{path} is damaged or cut short: {error}; fetch it again") from None
     except OSError as error:
         raise DepthgateError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -131,10 +129,15 @@ def _named_errors(path: Path) -> Iterator[None]:
 
 def _zst_lines(file: IO[bytes]) -> Iterator[bytes]:
     """The lines of all frames; one that is cut short is an error (the package's own reader ends in silence)."""
+    import zstandard
+
     frame, chunk, left = None, b"", b""
     while chunk := chunk or file.read(2**17):
         frame = frame or zstandard.ZstdDecompressor().decompressobj()
-        *lines, left = (left + frame.decompress(chunk)).split(b"\n")
+        try:
+            *lines, left = (left + frame.decompress(chunk)).split(b"\n")
+        except zstandard.ZstdError as error:
+            raise EOFError(str(error)) from None
         yield from (line + b"\n" for line in lines)
         chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     if frame is not None:
