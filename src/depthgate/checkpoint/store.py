@@ -24,14 +24,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from depthgate.checkpoint import tensors as tensor_files
-from depthgate.checkpoint.tensors import FILE_NAME, Whole, damaged, file_name, from_json
+from depthgate.checkpoint.tensors import FILE_NAME, damaged, file_name, from_json
 from depthgate.device import World
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
 from depthgate.files import sync
@@ -48,8 +49,8 @@ _STEP = re.compile(r"(?:step|(\.old)-step)-(0|[1-9][0-9]{0,15})(?(1)-[0-9a-f]+)"
 Named = Mapping[str, Tensor]
 Tensors = Mapping[str, Named]  # by group and name
 Groups = Collection[str]
-Wholes = dict[str, dict[str, Whole]]
 Plain = dict[str, Any]
+Records = dict[str, dict[str, Any]]  # size and SHA-256 of files, by name
 T = TypeVar("T")
 _ALONE = World()
 
@@ -63,13 +64,6 @@ class Checkpoint:
     tensors: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
     config: dict[str, Any]
-
-
-class Record(NamedTuple):
-    """A file's entry in the manifest."""
-
-    size: int
-    sha256: str
 
 
 def save(
@@ -100,7 +94,7 @@ def save(
     with ExitStack() as stack:
         temp = world.told(together(lambda: stack.enter_context(begun(run, step, size)) if world.first else run))
 
-        def write() -> dict[str, Record]:
+        def write() -> Records:
             paths = {group: temp / file_name(group, world.rank, world.size) for group in own}
             for group, (held, places) in own.items():
                 tensor_files.write(paths[group], held, places)
@@ -146,7 +140,7 @@ def begun(run: Path, step: int, size: int) -> Iterator[Path]:
             raise
 
 
-def seal(paths: Iterable[Path]) -> dict[str, Record]:
+def seal(paths: Iterable[Path]) -> Records:
     """Wait until files are on the disk; returns their entries for the manifest."""
 
     def digest(path: Path) -> str:
@@ -157,10 +151,10 @@ def seal(paths: Iterable[Path]) -> dict[str, Record]:
         digests = {path: pool.submit(digest, path) for path in paths}  # of the bytes in memory, while the disk is busy
         for path in digests:
             sync(path)
-        return {path.name: Record(path.stat().st_size, found.result()) for path, found in digests.items()}
+        return {path.name: {"size": path.stat().st_size, "sha256": found.result()} for path, found in digests.items()}
 
 
-def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping[str, bytes], keep: int) -> None:
+def publish(temp: Path, step: int, records: Records, plain: Mapping[str, bytes], keep: int) -> None:
     """Complete the folder of `begun`, give it its name, and remove the checkpoints that are too old."""
     run, target = temp.parent, temp.parent / f"step-{step}"
     for name, content in plain.items():
@@ -176,32 +170,32 @@ def publish(temp: Path, step: int, records: Mapping[str, Record], plain: Mapping
     _rotate(run, step, keep)
 
 
-def pack_manifest(step: int, records: Mapping[str, Record]) -> bytes:
+def pack_manifest(step: int, records: Records) -> bytes:
     """The manifest of these files; it holds a hash of itself."""
-    listed = {name: record._asdict() for name, record in records.items()}
-    body = {"format": _FORMAT, "version": VERSION, "step": step, "files": listed}
+    body = {"format": _FORMAT, "version": VERSION, "step": step, "files": records}
     return to_json(body | {"sha256": hashlib.sha256(to_json(body, MANIFEST)).hexdigest()}, MANIFEST)
 
 
-def read_manifest(folder: Path) -> tuple[int, dict[str, Record]]:
-    """The step and the records of a checkpoint's folder, after a look at every name and size in it."""
-    path, records = folder / MANIFEST, dict[str, Record]()
+def read_manifest(folder: Path) -> tuple[int, Records]:
+    """The step and the files of a checkpoint's folder, after a look at every name and size in it."""
+    path = folder / MANIFEST
     with _opened(path) as file:
         body = from_json(text := file.read(), path)
-    if body.get("format") != _FORMAT or type(version := body.get("version")) is not int:
+    version, step, records = (body.get(name) for name in ("version", "step", "files"))
+    if body.get("format") != _FORMAT or type(version) is not int:
         raise damaged(path, "is not the manifest of a depthgate checkpoint")
     if version != VERSION:
         remedy = "upgrade depthgate" if version > VERSION else "read and save it with the depthgate that wrote it"
         raise DepthgateError(f"{path} has format version {version}, this depthgate reads {VERSION}: {remedy}")
-    step, listed = body.get("step"), body.get("files")
-    if type(step) is not int or not isinstance(listed, dict) or not listed.keys() >= set(PLAIN):
+    if type(step) is not int or not isinstance(records, dict) or not records.keys() >= set(PLAIN):
         raise damaged(path, f"does not list a step, {' and '.join(PLAIN)}")
-    for name, claim in listed.items():
-        match claim:
-            case {"size": int(size), "sha256": str(sha256)} if name in PLAIN or FILE_NAME.fullmatch(name):
-                records[name] = Record(size, sha256)
-            case _:  # names with separators or dots among them
-                raise damaged(path, f"lists {name[:99]!r}, which is not a file of a checkpoint")
+    for name, record in records.items():
+        match record:
+            case {"size": int(), "sha256": str(), **more} if not more and (name in PLAIN or FILE_NAME.fullmatch(name)):
+                continue
+        raise damaged(
+            path, f"lists {name[:99]!r}, which is not a file of a checkpoint"
+        )  # nor is a name with separators
     if text != pack_manifest(step, records):
         raise damaged(path, "is not what was saved (its own SHA-256 differs)")
     if step_of(folder.name) not in (-1, step):
@@ -215,7 +209,7 @@ def read_manifest(folder: Path) -> tuple[int, dict[str, Record]]:
 
 
 @contextmanager
-def _opened(path: Path, record: Record | None = None, hashed: bool = False) -> Iterator[IO[bytes]]:
+def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> Iterator[IO[bytes]]:
     """A plain file in a plain folder, its size checked before anything is read, and its hash where asked for."""
     try:
         if path.parent.is_symlink():
@@ -225,12 +219,12 @@ def _opened(path: Path, record: Record | None = None, hashed: bool = False) -> I
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise damaged(path, "is not a plain file")
-            if record is not None and found.st_size != record.size:
-                raise damaged(path, f"has {found.st_size} bytes where the manifest says {record.size}")
+            if record is not None and found.st_size != record["size"]:
+                raise damaged(path, f"has {found.st_size} bytes where the manifest says {record['size']}")
             if path.suffix == ".json" and found.st_size > MAX_JSON:
                 raise damaged(path, f"has {found.st_size} bytes, more than the {MAX_JSON} allowed")
             if record is not None and hashed:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
+                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
                     raise damaged(path, "is not what was saved (its SHA-256 differs)")
                 file.seek(0)
             yield file
@@ -248,11 +242,10 @@ def load(run: Path, only: Groups | None = None, world: World = _ALONE, held: Nam
     failed: dict[Path, str] = {}
     # Listed again each time: a run that is still saving may have removed an old one and added a newer one.
     while left := [path for path in world.told(world.agree(lambda: _candidates(Path(run)))) if path not in failed]:
-        path = left[-1]
         try:
-            found = read_folder(path, only, world, held)
+            found = world.agree(partial(read_folder, left[-1], only, world, held))
         except DepthgateError as error:
-            failed[path] = str(error)
+            failed[left[-1]] = str(error)
             continue
         for later, reason in failed.items():
             if step_of(later.name) >= found.step and world.first:
@@ -265,24 +258,15 @@ def load(run: Path, only: Groups | None = None, world: World = _ALONE, held: Nam
 def read_folder(
     folder: Path, only: Groups | None = None, world: World = _ALONE, held: Named | None = None
 ) -> Checkpoint:
-    """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error."""
+    """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error. Each process
+    compares its share of the files with their hashes, and looks at all headers before it takes memory for tensors."""
     folder = Path(folder)
-    step, state, config, groups = world.agree(lambda: _checked(folder, only, world))
-    tensors = world.agree(
-        lambda: {name: tensor_files.read_all(wholes, world, held or {}) for name, wholes in groups.items()}
-    )
-    return Checkpoint(folder, step, tensors, state, config)
-
-
-def _checked(folder: Path, only: Groups | None, world: World) -> tuple[int, Plain, Plain, Wholes]:
-    """Step, plain data and tensors, ready to be read, of a checkpoint whose files, or those of the groups in `only`,
-    were checked; each process compares its share of them with the hashes."""
     step, records = read_manifest(folder)
     groups = tensor_files.by_group(records, folder)
     wanted = sorted(groups if only is None else only)
     if not groups.keys() >= set(wanted):
         raise DepthgateError(f"{folder} has no tensors named {wanted}: it has {sorted(groups)}")
-    own = sorted(records, key=lambda name: (records[name].size, name))[world.rank :: world.size]
+    own = sorted(records, key=lambda name: (records[name]["size"], name))[world.rank :: world.size]
 
     def opened(name: str) -> Any:
         with _opened(folder / name, records[name], hashed=name in PLAIN or name in own) as file:
@@ -293,9 +277,9 @@ def _checked(folder: Path, only: Groups | None, world: World) -> tuple[int, Plai
     names = [*PLAIN, *(name for group in wanted for name in groups[group])]
     with ThreadPoolExecutor(4) as pool:  # hashing is most of the work
         found = dict(zip(names, pool.map(opened, names), strict=True))
-    wholes = {group: tensor_files.index({folder / name: found[name] for name in groups[group]}) for group in wanted}
-    state, config = (found[name] for name in PLAIN)
-    return step, state, config, wholes
+    pieces = {group: tensor_files.index({folder / name: found[name] for name in groups[group]}) for group in wanted}
+    tensors = {group: tensor_files.read_all(pieces[group], world, held or {}) for group in wanted}
+    return Checkpoint(folder, step, tensors, *(found[name] for name in PLAIN))
 
 
 def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: Path) -> None:
@@ -350,22 +334,17 @@ def _candidates(run: Path) -> list[Path]:
 
 def _tidy(run: Path) -> None:
     """Remove what a killed save left. Only the holder of the lock may, so nothing here is still being written."""
-    for name in os.listdir(run):
-        if name.startswith(".tmp-step-"):
-            _discard(run / name)
-        elif name.startswith(".old-") and (step := step_of(name)) >= 0:
-            if os.path.lexists(run / f"step-{step}"):
-                _discard(run / name)
-            else:
-                os.rename(run / name, run / f"step-{step}")
+    for path in [*run.glob(".tmp-step-*"), *run.glob(".old-step-*")]:
+        target = run / f"step-{step_of(path.name)}"
+        if path.name.startswith(".tmp-") or os.path.lexists(target):
+            _discard(path)
+        elif step_of(path.name) >= 0:
+            os.rename(path, target)
 
 
 def _rotate(run: Path, step: int, keep: int) -> None:
-    """Remove checkpoints older than the `keep` newest complete ones up to `step`.
-
-    Complete is judged by manifest and sizes, not by reading gigabytes again. Later steps do not count: they may be the
-    damaged ones that a resume went back from, and must not push out the good ones.
-    """
+    """Remove checkpoints older than the `keep` newest up to `step` that are complete by manifest and sizes. Later ones
+    may be the damaged ones that a resume went back from: they must not push out the good ones."""
     kept = 0
     for path in reversed(_candidates(run)):
         if path.name.startswith("."):

@@ -103,13 +103,11 @@ def own(tensors: Mapping[str, Any], world: World) -> tuple[Mapping[str, Tensor],
 
 def _rows_of(name: str, tensor: Any, world: World) -> tuple[int, int]:
     """The first row and the number of rows of a split tensor that this process holds."""
-    mesh, rows = tensor.device_mesh, tensor.shape[0]
-    if [place.is_shard(0) for place in tensor.placements] != [True] or mesh.size() != world.size:
+    if [place.is_shard(0) for place in tensor.placements] != [True] or tensor.device_mesh.size() != world.size:
         what = "is not split by its first dimension among all processes"
         raise DepthgateError(f"tensor {name!r} {what}: it cannot be saved or loaded")
-    each = -(-rows // world.size)  # as torch.chunk divides
-    first = min(mesh.get_local_rank() * each, rows)
-    return first, min(each, rows - first)
+    each = -(-len(tensor) // world.size)  # as torch.chunk divides
+    return min(tensor.device_mesh.get_local_rank() * each, len(tensor)), len(tensor.to_local())
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], places: Mapping[str, Any] | None = None) -> None:
@@ -149,26 +147,20 @@ def open_file(fd: int, path: Path) -> Any:
 
 
 class Piece(NamedTuple):
-    """Rows of a tensor in an open file, under a name of that file."""
+    """Rows of a tensor in an open file, under a name of that file. The rows of all pieces are the `whole` shape."""
 
     path: Path
     file: Any
     name: str
     first: int  # the number of its first row in the whole tensor
     rows: int
-
-
-class Whole(NamedTuple):
-    """A tensor in one file, or in pieces that follow each other without gap or overlap."""
-
+    whole: list[int]
     dtype: str
-    shape: list[int]
-    pieces: list[Piece]
 
 
-def index(files: Mapping[Path, Any]) -> dict[str, Whole]:
-    """The tensors in all open files of a group, if their headers fit together."""
-    found: dict[str, Whole] = {}
+def index(files: Mapping[Path, Any]) -> dict[str, list[Piece]]:
+    """The pieces of all tensors in the open files of a group, in order, if their headers fit together."""
+    found: dict[str, list[Piece]] = {}
     for path, file in files.items():
         metadata, names = file.metadata() or {}, set(file.keys())
         aliases = from_json(metadata.get(ALIASES, "{}"), path)
@@ -179,17 +171,15 @@ def index(files: Mapping[Path, Any]) -> dict[str, Whole]:
         for name in sorted(names | aliases.keys()):
             held = file.get_slice(owner := aliases.get(name, name))
             dtype, shape = held.get_dtype(), held.get_shape()
-            first, full = _place(name, shape, places.get(name), path) if in_pieces else (0, shape)
-            whole = found.setdefault(name, Whole(dtype, full, []))
-            if (whole.dtype, whole.shape) != (dtype, full):
-                raise damaged(path, f"has another dtype or shape for tensor {name[:99]!r} than the files before it")
-            whole.pieces.append(Piece(path, file, owner, first, _rows(shape)))
-    for name, whole in found.items():
-        whole.pieces.sort(key=lambda piece: (piece.first, piece.rows))
-        ends = list(accumulate((piece.rows for piece in whole.pieces), initial=0))
-        starts = [piece.first if piece.rows else end for piece, end in zip(whole.pieces, ends, strict=False)]
-        if [*starts, _rows(whole.shape)] != ends:
-            raise damaged(whole.pieces[-1].path, f"lacks rows of tensor {name[:99]!r}, or has some that others have")
+            first, whole = _place(name, shape, places.get(name), path) if in_pieces else (0, shape)
+            found.setdefault(name, []).append(Piece(path, file, owner, first, _rows(shape), whole, dtype))
+    for name, pieces in found.items():
+        pieces.sort(key=lambda piece: (piece.first, piece.rows))
+        whole, dtype = pieces[0].whole, pieces[0].dtype
+        ends = list(accumulate((piece.rows for piece in pieces), initial=0))
+        follow = all(piece.first == end or not piece.rows for piece, end in zip(pieces, ends, strict=False))
+        if not follow or ends[-1] != _rows(whole) or any((p.whole, p.dtype) != (whole, dtype) for p in pieces):
+            raise damaged(pieces[-1].path, f"and those next to it do not make up the tensor {name[:99]!r}")
     return found
 
 
@@ -207,35 +197,36 @@ def _place(name: str, shape: list[int], claim: Any, path: Path) -> tuple[int, li
     raise damaged(path, f"has an impossible place for tensor {name[:99]!r}")
 
 
-def read(name: str, whole: Whole, first: int = 0, rows: int | None = None) -> Tensor:
+def read(name: str, pieces: list[Piece], first: int = 0, rows: int | None = None) -> Tensor:
     """A copy of some rows of a tensor, or of all, on the CPU."""
-    stop = first + (_rows(whole.shape) if rows is None else rows)
-    wanted = [p for p in whole.pieces if max(first, p.first) < min(stop, p.first + p.rows)] or whole.pieces[:1]
+    stop = first + (_rows(pieces[0].whole) if rows is None else rows)
+    wanted = [p for p in pieces if max(first, p.first) < min(stop, p.first + p.rows)] or pieces[:1]
     parts = []
-    for path, file, owner, begin, length in wanted:
+    for piece in wanted:
         try:
-            every = slice(max(first - begin, 0), min(stop - begin, length))
-            part = file.get_slice(owner)[every] if whole.shape else file.get_tensor(owner)
+            some = slice(max(first - piece.first, 0), min(stop - piece.first, piece.rows))
+            part = piece.file.get_slice(piece.name)[some] if piece.whole else piece.file.get_tensor(piece.name)
         except Exception as error:  # the package and torch have errors of their own
-            raise damaged(path, f"has a tensor {name[:99]!r} that cannot be read ({str(error)[:200]})") from None
+            raise damaged(piece.path, f"has a tensor {name[:99]!r} that cannot be read ({str(error)[:200]})") from None
         if part.dtype is torch.bool and (part.view(torch.uint8) > 1).any():
-            raise damaged(path, f"has a bool that is neither 0 nor 1 in tensor {name[:99]!r}")
+            raise damaged(piece.path, f"has a bool that is neither 0 nor 1 in tensor {name[:99]!r}")
         parts.append(part)
     return parts[0].clone() if len(parts) == 1 else torch.cat(parts)
 
 
-def read_all(wholes: Mapping[str, Whole], world: World, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def read_all(tensors: Mapping[str, list[Piece]], world: World, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies of all tensors; names that were tied get the same tensor. What is split in `held` is split likewise."""
-    found: dict[Any, Tensor] = {}
-    owners = {name: tuple((piece.path, piece.name) for piece in whole.pieces) for name, whole in wholes.items()}
-    for name, owner in owners.items():
+    found, tied = dict[str, Tensor](), dict[Any, Tensor]()
+    for name, pieces in tensors.items():
         like: Any = held.get(name, held.get(name.rpartition(":")[0]))
-        if owner in found:
-            continue
-        if hasattr(like, "to_local") and list(like.shape) == wholes[name].shape:
-            rows = read(name, wholes[name], *_rows_of(name, like, world)).to(like.device)
+        owner = tuple((piece.path, piece.name) for piece in pieces)
+        if owner in tied:
+            found[name] = tied[owner]
+        elif hasattr(like, "to_local") and list(like.shape) == pieces[0].whole:
+            rows = read(name, pieces, *_rows_of(name, like, world)).to(like.device)
             shape = {"shape": like.shape, "stride": like.stride()}
-            found[owner] = type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+            found[name] = type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
         else:
-            found[owner] = read(name, wholes[name])
-    return {name: found[owner] for name, owner in owners.items()}
+            found[name] = read(name, pieces)
+        tied[owner] = found[name]
+    return found

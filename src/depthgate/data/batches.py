@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from depthgate.data.token_file import Documents, mix, take
-from depthgate.errors import DepthgateError, InvalidValueError, check_count, check_divides
+from depthgate.errors import DepthgateError, check_count, check_divides
 
 _SERIAL = 2**15  # tokens handled at once, so that torch does it in one thread: see `take`
 _ROUNDS = 8  # of the Feistel network: with 4, neighbours stay neighbours twice as often as by chance
@@ -102,9 +102,7 @@ class Packed:
 
     def window(self, number: int) -> int:
         """The number of the window that a sequence is."""
-        if number < 0:
-            raise InvalidValueError(f"sequence number is {number}: it must be at least 0")
-        epoch, i = divmod(number, self._length)
+        epoch, i = divmod(check_count(number, "sequence number", 0, 2**63), self._length)
         return permuted(i, self._length, mix(self.seed, epoch))
 
 

@@ -48,19 +48,17 @@ def documents(data: str) -> Iterator[str]:
 def fingerprint(data: str) -> str:
     """A hash that changes when the text of `data` does; cheap, as it reads no more than 64 MiB. A dataset from the hub
     is known by its name alone."""
-    name = _dataset_name(data)
-    if name:
+    if name := _dataset_name(data):
         return hashlib.sha256(f"hf:{name}".encode()).hexdigest()
     files, found = source_files(data), hashlib.sha256()
     by_content = sum(path.stat().st_size for path in files) <= _HASHED
     for path in files:
+        stat = path.stat()
+        known_by = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
         if by_content:
             with _named_errors(path):
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-            found.update(f"{''.join(_suffixes(path))} {content}\n".encode())
-        else:
-            stat = path.stat()
-            found.update(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+                known_by = f"{''.join(_suffixes(path))} {hashlib.sha256(path.read_bytes()).hexdigest()}"
+        found.update(f"{known_by}\n".encode())
     return found.hexdigest()
 
 

@@ -206,12 +206,9 @@ def read_tokenizer(path: Path) -> Tokenizer:
     try:
         text = _read(path).decode()
         found = json.loads(text)
-        vocab = found["model"]["vocab"]  # a list has the ids by place
-        ids = [
-            *(vocab.values() if isinstance(vocab, dict) else ()),
-            *(t["id"] for t in found.get("added_tokens") or ()),
-        ]
-        if not all(type(i) is int and 0 <= i < MOST_IDS for i in ids):
+        vocab, added = found["model"]["vocab"], [token["id"] for token in found.get("added_tokens") or ()]
+        given = vocab.values() if isinstance(vocab, dict) else ()  # a list has the ids by place
+        if not all(type(i) is int and 0 <= i < MOST_IDS for i in (*given, *added)):
             raise ValueError(f"it has ids that are not whole numbers from 0 to {MOST_IDS - 1}")
         return Tokenizer.from_str(text)
     except (DepthgateError, KeyboardInterrupt):
