@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from depthgate.data import token_file
 from depthgate.data.token_file import Documents, TokenFile, mix, prepare, split, tokenize, write
-from depthgate.data.tokenizer import BPETokenizer, ByteTokenizer
+from depthgate.data.tokenizer import ByteTokenizer, train_bpe
 from depthgate.errors import DepthgateError
 
 BYTES = ByteTokenizer()
@@ -134,7 +134,7 @@ def test_data_is_tokenized_once(tmp_path, monkeypatch):
 
 def test_other_text_and_other_tokenizers_get_other_files(tmp_path):
     one = tokenize(source(tmp_path), BYTES, tmp_path / "cache")
-    two = tokenize(source(tmp_path), BPETokenizer.train(TEXTS, 270), tmp_path / "cache")
+    two = tokenize(source(tmp_path), train_bpe(TEXTS, 270), tmp_path / "cache")
     three = tokenize(source(tmp_path, TEXTS[1:]), BYTES, tmp_path / "cache")
     assert len({one.path, two.path, three.path}) == 3
     assert len(two) < len(one)
@@ -147,7 +147,7 @@ def test_a_damaged_cache_is_named_and_made_again(tmp_path):
     del good
     flipped = bytearray(content)
     flipped[150] ^= 1
-    write(tmp_path / "other.tokens", TEXTS, BPETokenizer.train(TEXTS, 270))
+    write(tmp_path / "other.tokens", TEXTS, train_bpe(TEXTS, 270))
     for bad in (b"", content[:-8], bytes(flipped), b"x" * 1000, (tmp_path / "other.tokens").read_bytes()):
         path.write_bytes(bad)
         with pytest.warns(UserWarning, match=path.name):

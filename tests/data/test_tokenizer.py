@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from depthgate.data import tokenizer as tokenizer_module
-from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, TextTokenizer, load_tokenizer, read_tokenizer
+from depthgate.data.tokenizer import END, ByteTokenizer, TextTokenizer, load_tokenizer, read_tokenizer, train_bpe
 from depthgate.errors import DepthgateError
 
 CORPUS = ["def route(tokens):\n    return tokens[:k]\n\n", "Größe 🙂 the tokens, the route, the rest\n"] * 20
-BPE = BPETokenizer.train(CORPUS, 280)
+BPE = train_bpe(CORPUS, 280)
 any_text = st.text(st.characters(exclude_categories=("Cs",)))  # all of Unicode that UTF-8 can hold
 both = pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])
 HARD = [
@@ -110,22 +110,19 @@ def test_saved_bytes_mean_the_same_to_the_tokenizers_package(tmp_path):
 def test_bpe_learns_what_is_frequent_and_is_the_same_in_every_process():
     assert BPE.vocab == 280
     assert len(BPE.encode("the tokens")) < len("the tokens")
-    code = (
-        "from tests.data.test_tokenizer import CORPUS, BPETokenizer;"
-        "print(BPETokenizer.train(CORPUS, 280).fingerprint())"
-    )
+    code = "from tests.data.test_tokenizer import CORPUS, train_bpe;print(train_bpe(CORPUS, 280).fingerprint())"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == BPE.fingerprint()
-    assert BPETokenizer.train(CORPUS, 279).fingerprint() != BPE.fingerprint()
+    assert train_bpe(CORPUS, 279).fingerprint() != BPE.fingerprint()
 
 
 def test_little_text_gives_a_smaller_vocabulary_and_none_gives_bytes():
-    assert 257 < BPETokenizer.train(["ababab ababab"], 8192).vocab < 300
-    assert BPETokenizer.train([], 8192).vocab == 257
-    assert BPETokenizer.train(CORPUS, 280, limit=10).vocab < 280
+    assert 257 < train_bpe(["ababab ababab"], 8192).vocab < 300
+    assert train_bpe([], 8192).vocab == 257
+    assert train_bpe(CORPUS, 280, limit=10).vocab < 280
     for vocab in (256, 0, -1, True, 3.5, 2**40):
         with pytest.raises(DepthgateError, match="vocab is"):
-            BPETokenizer.train(CORPUS, vocab)
+            train_bpe(CORPUS, vocab)
 
 
 def test_long_texts_are_encoded_in_parts_and_come_back(monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from depthgate.data.tokenizer import END, BPETokenizer, ByteTokenizer, TextTokenizer
+from depthgate.data.tokenizer import END, ByteTokenizer, TextTokenizer, train_bpe
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 from depthgate.generation.text import TextStream
@@ -137,7 +137,7 @@ def test_characters_come_whole_and_halves_at_the_end_are_replaced(kind):
     assert run(kind([b"\xef\xbf", b"\xbd", b"a"]), range(3))[1].text == "\ufffda"  # U+FFFD that was said
 
 
-BPE = BPETokenizer.train(["Größe 🙂 the tokens, the route, the rest\n"] * 20, 280)
+BPE = train_bpe(["Größe 🙂 the tokens, the route, the rest\n"] * 20, 280)
 
 
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), BPE], ids=["bytes", "bpe"])

@@ -10,7 +10,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import Metaspace, WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
-from depthgate.data.tokenizer import BPETokenizer
+from depthgate.data.tokenizer import train_bpe
 from depthgate.hf.layer import routed_layers
 from tests.hf.zoo import ROUTED, dense, routed
 from tests.view.pages import page_data, view, view_model
@@ -74,7 +74,7 @@ def test_characters_of_several_tokens_are_shown_once(browser, tmp_path, kind):
     """A byte-level vocabulary, as GPT's and Qwen's, and one that falls back to bytes, as Llama's."""
     text = "café שלום 😀"
     if kind == "ByteLevel":
-        made = BPETokenizer.train([], 300).inner
+        made = train_bpe([], 300).inner
     else:
         vocab = {"<unk>": 0} | {f"<0x{n:02X}>": n + 1 for n in range(256)} | {c: 300 + i for i, c in enumerate("▁acf")}
         made = Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))

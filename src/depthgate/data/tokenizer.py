@@ -126,24 +126,19 @@ class ByteTokenizer(TextTokenizer):
         return "bytes-1"
 
 
-class BPETokenizer(TextTokenizer):
-    """Byte-level BPE: any text comes back exactly."""
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab: int, limit: int = _TRAINED_ON) -> "BPETokenizer":
-        """Learn at most `vocab` ids (256 bytes, merges, the end) from the first `limit` characters of `texts`. The
-        same texts give the same ids. Little text may give fewer: `.vocab` says how many."""
-        check_count(vocab, "vocab", 257, MOST_IDS)
-        inner = _byte_level({})
-        trainer = trainers.BpeTrainer(
-            vocab_size=vocab,
-            special_tokens=[END],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-            max_token_length=64,
-        )
-        inner.train_from_iterator(_first(texts, limit), trainer)
-        return cls(inner, END)
+def train_bpe(texts: Iterable[str], vocab: int | None, limit: int = _TRAINED_ON) -> TextTokenizer:
+    """A byte-level BPE, from which any text comes back exactly, of at most `vocab` ids (256 bytes, merges, the end),
+    learned from the first `limit` characters of `texts`. The same texts give the same ids; little text gives fewer."""
+    inner = _byte_level({})
+    trainer = trainers.BpeTrainer(
+        vocab_size=check_count(vocab, "vocab", 257, MOST_IDS),
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+        max_token_length=64,
+    )
+    inner.train_from_iterator(_first(texts, limit), trainer)
+    return TextTokenizer(inner, END)
 
 
 def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | None = None) -> TextTokenizer:
@@ -156,7 +151,7 @@ def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | Non
     if name == "bytes":
         found: TextTokenizer = ByteTokenizer()
     elif name == "bpe":
-        found = BPETokenizer.train(documents(data), check_count(vocab, "vocab", 257, MOST_IDS))
+        found = train_bpe(documents(data), vocab)
     else:
         found = load_tokenizer(name)
     if saved is not None:
