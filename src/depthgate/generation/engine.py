@@ -2,7 +2,7 @@
 leave the batch."""
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import Parameter, signature
 from itertools import count
@@ -158,15 +158,10 @@ def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: in
 
 
 @dataclass
-class _Beam:
-    """A continuation: its tokens, the sum of their log-probabilities, and the layers that prompt and tokens but the
-    last went through."""
+class _Beam(Generation):
+    """A continuation under way, with the sum of the log-probabilities of its tokens."""
 
-    tokens: list[int]
-    score: float
-    depths: list[int]
-    routed: list[int]
-    finish: str | None = None
+    score: float = 0.0
 
     @property
     def mean(self) -> float:
@@ -193,7 +188,7 @@ def _best_so_far(engine: Engine, result: Generation, sampling: Sampling) -> Gene
     """The best continuation of one prompt so far, after each token that all beams grow by."""
     config, width = engine.model.config, sampling.beams
     most, at_most = sampling.most_tokens(config.context - len(result.prompt_tokens))
-    going, finished = [_Beam([], 0.0, [], [0] * len(config.routed))], list[_Beam]()
+    going, finished = [_Beam(result.prompt, result.prompt_tokens)], list[_Beam]()
     engine.restart(1)
     found = engine.prefill([result.prompt_tokens])
     for length in range(1, most + 1):
@@ -218,15 +213,13 @@ def _best_so_far(engine: Engine, result: Generation, sampling: Sampling) -> Gene
 def _extended(beams: list[_Beam], found: Pass, most: int) -> list[tuple[int, _Beam]]:
     """The likeliest beams with one more token, best first, each with the row that it comes from."""
     check_logits(found.logits)
-    ways = [
-        (beam.depths + depths, [a + b for a, b in zip(beam.routed, routed, strict=True)])
-        for beam, depths, routed in zip(beams, *found.ways(), strict=True)
-    ]
+    for beam, depths, routed in zip(beams, *found.ways(), strict=True):
+        beam.note(depths, routed)
     scores = found.logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=found.logits.device)
     best = scores.flatten().topk(min(most, scores.numel()))
     places = [divmod(place, scores.shape[1]) for place in best.indices.tolist()]
     return [
-        (row, _Beam([*beams[row].tokens, token], score, *ways[row]))
+        (row, replace(beams[row], tokens=[*beams[row].tokens, token], score=score))
         for score, (row, token) in zip(best.values.tolist(), places, strict=True)
     ]
 

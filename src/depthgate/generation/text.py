@@ -66,8 +66,8 @@ class Generation:
         return [n / max(1, len(self.depths)) for n in self.routed]
 
     def note(self, depths: list[int], routed: list[int]) -> None:
-        """Add what became of tokens that were computed."""
-        self.depths += depths
+        """Add what became of tokens that were computed. Makes new lists: beams share theirs with the one they extend."""
+        self.depths = self.depths + depths
         self.routed = [a + b for a, b in zip(self.routed or [0] * len(routed), routed, strict=True)]
 
     def __str__(self) -> str:
