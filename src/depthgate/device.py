@@ -108,9 +108,9 @@ _ATTENTION = {
 def count_flops(fn: Callable[[], object]) -> int:
     """FLOPs of the matrix products that `fn` runs, backward passes included: 2 for each multiply and add.
 
-    PyTorch's FlopCounterMode, taught attention. Counted from shapes, therefore: a causal
-    mask saves nothing; rows of a grouped product past its last offset are counted though not computed; elementwise
-    work, sorting and moving rows are free. `fn` must not be compiled: the counter sees operators, not kernels.
+    Counted from shapes: a causal mask saves nothing; rows of a grouped product past its last offset are counted though
+    not computed; elementwise work, sorting and moving rows are free. `fn` must not be compiled: the counter sees
+    operators, not kernels.
     """
     with FlopCounterMode(display=False, custom_mapping=dict(_ATTENTION)) as counter:
         fn()

@@ -21,7 +21,7 @@ class NoTokenizer:
 
     def encode(self, text: str) -> list[int]:
         raise InvalidValueError(
-            f"{text[:40]!r} is text, but the model has no tokenizer: give token ids; leave stop out"
+            f"{text[:40]!r} is text, and the model has no tokenizer: give token ids, leave stop out"
         )
 
     def decode(self, ids: Iterable[int]) -> str:  # noqa: ARG002
@@ -66,7 +66,7 @@ class Generation:
         return [n / max(1, len(self.depths)) for n in self.routed]
 
     def note(self, depths: list[int], routed: list[int]) -> None:
-        """Add what became of tokens that were computed. Makes new lists: beams share theirs with the one they extend."""
+        """Add what became of tokens that were computed. Makes new lists: beams share theirs with their parents."""
         self.depths = self.depths + depths
         self.routed = [a + b for a, b in zip(self.routed or [0] * len(routed), routed, strict=True)]
 
@@ -126,13 +126,11 @@ class TextStream:
         known = self._held + self._decode(token)
         found = [(at + len(s), at) for s in self._stop if (at := known.find(s)) >= 0]
         self.stopped = bool(found)
-        cut = min(found)[1] if found else len(known) - (0 if token is None else self._doubtful(known))
+        cut = min(found)[1] if found else len(known)
+        if token is not None and not found:  # the last characters may begin a stop string
+            cut -= max((n for s in self._stop for n in range(1, len(s)) if known.endswith(s[:n])), default=0)
         self._held = known[cut:]
         return known[:cut]
-
-    def _doubtful(self, known: str) -> int:
-        """Number of last characters that may begin a stop string."""
-        return max((n for s in self._stop for n in range(1, len(s)) if known.endswith(s[:n])), default=0)
 
 
 def pieces(tokens: Sequence[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> list[str]:
