@@ -96,7 +96,7 @@ def _step(training: TrainConfig) -> Step:
     task = Pretraining(training, world)
     optimizers = optim.build(task.model, training, world)
     optim.set_rate(optimizers, 1e-4)
-    return Step(task, optimizers, training, world, optim.capturable(training, world))
+    return Step(task, optimizers, training, world)
 
 
 def _plain_figures(training: TrainConfig, batches: list[Rows]) -> list[tuple[float, float]]:

@@ -136,7 +136,7 @@ def _steps(**options):
     )
     world = World(device="cuda")
     task = Pretraining(config, world)
-    step = Step(task, optim.build(task.model, config, world), config, world, optim.capturable(config, world))
+    step = Step(task, optim.build(task.model, config, world), config, world)
     figures = []
     for seed in range(4):
         ids = torch.randint(64, (4, 32), generator=torch.Generator().manual_seed(seed))

@@ -40,8 +40,8 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
         documents = Documents(tokenize(config.data, language.tokenizer))
         packed = Packed(documents, config.seq, config.seed)
         task = Recovery(language, config, device, packed.most_documents)
-        optimizers = [optim.adamw(task.trained.items(), config, decays)]
-        loop = Loop(config, folder, task, optimizers, packed, World(device=device))
+        optimizers = [optim.adamw(task.trained, config, decays)]
+        loop = Loop(config, task, optimizers, packed, World(device=device))
         if not (resume and steps(folder)):
             task.calibrate(packed)
         code = loop.run(resume)

@@ -1,6 +1,7 @@
 """Evaluation: how well a model predicts a text, deciding causally (the figure that counts) and by the top k."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from depthgate.errors import DepthgateError
 from depthgate.loading import LanguageModel
 from depthgate.routing import Groups, Slots
 
-_Counts = list[tuple[int, int]]  # of each layer: tokens that count, and all
-
 
 @torch.no_grad()
 def measure(model: LanguageModel, documents: Documents, batch: int, most: int | None = None) -> dict[str, Any]:
@@ -22,27 +21,24 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
     some with about `most` tokens, spread evenly."""
     nats = {True: 0.0, False: 0.0}
     targets = size = 0
-    entered, agreed, used = list[_Counts](), list[_Counts](), list[_Counts]()
+    sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "expert_share"), 0)
     for rows in validation_rows(documents, model.context, batch, most):
         tokens, wanted, pos, doc = (t.to(model.device) for t in rows[:4])
-        kept = wanted >= 0
-        count = int(kept.sum())
+        count = int((wanted >= 0).sum())
         if not count:
             continue
         inside = (pos >= 0)[..., None]
-        real = int(inside.sum())
         for causal in (True, False):
             loss, plans = model.loss(tokens, wanted, pos, doc, causal=causal)
             nats[causal] += loss.item() * count
             slots = [plan for plan in plans if isinstance(plan, Slots)]
             if causal:
-                entered.append([(int((plan.chosen & inside).sum()), real) for plan in slots])
+                sums["routed_share"] += _counts((p.chosen & inside, inside) for p in slots)
                 continue
-            both = [(plan.causal_choice & plan.chosen, plan.causal_choice | plan.chosen) for plan in slots]
-            agreed.append([(int((yes & inside).sum()), int((any_ & inside).sum())) for yes, any_ in both])
+            both = ((p.causal_choice & inside, p.chosen & inside) for p in slots)
+            sums["agreement"] += _counts((one & other, one | other) for one, other in both)
             # Of the choices that tokens make, those of an expert that is not null.
-            groups = [plan for plan in plans if isinstance(plan, Groups)]
-            used.append([(int(p.computed.sum()), int((p.choice >= 0).sum())) for p in groups])
+            sums["expert_share"] += _counts((p.computed, p.choice >= 0) for p in plans if isinstance(p, Groups))
         targets += count
         size += sum(_bytes_of(*row, model.tokenizer) for row in zip(tokens, wanted, doc, strict=True))
     if not size:
@@ -57,10 +53,14 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
         "bits_per_byte": nats[True] / math.log(2) / size,
         "nats_per_token_top_k": nats[False] / targets,
         "bits_per_byte_top_k": nats[False] / math.log(2) / size,
-        "agreement": _shares(agreed),
-        "routed_share": _shares(entered),
-        "expert_share": _shares(used),
+        **{name: [part / all_ if all_ else 1.0 for part, all_ in layers.tolist()] for name, layers in sums.items()},
     }
+
+
+def _counts(layers: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Counts (layers, 2) of what is true in a part and in the whole, whose ratio over all batches is a share."""
+    counts = [(int(part.sum()), int(whole.sum())) for part, whole in layers]
+    return torch.tensor(counts, dtype=torch.int64).reshape(-1, 2)
 
 
 def _bytes_of(tokens: Tensor, targets: Tensor, doc: Tensor, tokenizer: TextTokenizer) -> int:
@@ -72,9 +72,3 @@ def _bytes_of(tokens: Tensor, targets: Tensor, doc: Tensor, tokenizer: TextToken
         before = tokens[mine][:1].tolist()
         size += tokenizer.bytes_of(before + targets[mine].tolist()) - tokenizer.bytes_of(before)
     return size
-
-
-def _shares(counts: list[_Counts]) -> list[float]:
-    """The share of each layer over all batches: the same for any size of batch; 1 where there was nothing to count."""
-    sums = [(sum(part for part, _ in layer), sum(whole for _, whole in layer)) for layer in zip(*counts, strict=True)]
-    return [part / whole if whole else 1.0 for part, whole in sums]

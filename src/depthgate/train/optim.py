@@ -1,17 +1,17 @@
 """Optimizers, schedules of rate and capacity, and the state of optimizers as named tensors."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from depthgate.config import RunConfig, TrainConfig
 from depthgate.device import World
-from depthgate.errors import DepthgateError
 from depthgate.train.parallel import like
 
-_BETAS = (0.9, 0.95)
+ALONE = World()  # one process, on the CPU
+Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def capturable(config: TrainConfig, world: World) -> bool:
@@ -22,18 +22,13 @@ def capturable(config: TrainConfig, world: World) -> bool:
     return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and plain
 
 
-def build(model: nn.Module, config: TrainConfig, world: World = World()) -> list[torch.optim.Optimizer]:  # noqa: B008
+def build(model: nn.Module, config: TrainConfig, world: World = ALONE) -> Optimizers:
     """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest. Norms, biases and embeddings
     do not decay."""
-    muon: list[nn.Parameter] = []
-    rest: list[tuple[str, nn.Parameter]] = []
-    for name, weight in model.named_parameters():
-        matrix = name.startswith("layers.") and weight.ndim == 2 and "router" not in name
-        if config.optimizer == "muon" and matrix:
-            muon.append(weight)
-        else:
-            rest.append((name, weight))
-    first = adamw(rest, config, _in_layers, world.device if capturable(config, world) else None)
+    weights = dict(model.named_parameters())
+    matrices = [n for n, w in weights.items() if w.ndim == 2 and _in_layers(n, w) and "router" not in n]
+    muon = [weights.pop(name) for name in matrices] if config.optimizer == "muon" else []
+    first = adamw(weights, config, _in_layers, world.device if capturable(config, world) else "")
     if not muon:
         return [first]
     # Muon's steps have a size of their own; this makes it that of AdamW's, so that one rate serves both.
@@ -46,31 +41,28 @@ def _in_layers(name: str, weight: Tensor) -> bool:
 
 
 def adamw(
-    named: Iterable[tuple[str, nn.Parameter]],
-    config: RunConfig,
-    decays: Callable[[str, Tensor], bool],
-    graph_device: str | None = None,
+    weights: Mapping[str, nn.Parameter], config: RunConfig, decays: Callable[[str, Tensor], bool], graph_on: str = ""
 ) -> torch.optim.AdamW:
     """AdamW with groups of their own for routers, whose rate is `router_lr` times that of the others, and for what
-    decays. With `graph_device`, rates are numbers on that device, which a CUDA graph reads."""
+    decays. With `graph_on`, a device, rates are numbers there, which a CUDA graph reads."""
     assert config.lr is not None
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for name, weight in named:
+    for name, weight in weights.items():
         groups.setdefault(("router" in name, decays(name, weight)), []).append(weight)
     return torch.optim.AdamW(
         [
             {
-                "params": weights,
+                "params": grouped,
                 "weight_decay": config.weight_decay if decaying else 0.0,
                 "scale": config.router_lr if router else 1.0,
-                "lr": config.lr if graph_device is None else torch.tensor(config.lr, device=graph_device),
+                "lr": torch.tensor(config.lr, device=graph_on) if graph_on else config.lr,
             }
-            for (router, decaying), weights in groups.items()
+            for (router, decaying), grouped in groups.items()
         ],
         lr=config.lr,
-        betas=_BETAS,
+        betas=(0.9, 0.95),
         fused=True,
-        capturable=graph_device is not None,
+        capturable=bool(graph_on),
     )
 
 
@@ -79,13 +71,12 @@ def rate(config: RunConfig, step: int) -> float:
     assert config.lr is not None
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
-    steps = config.steps if config.schedule_steps is None else config.schedule_steps
+    steps = config.schedule_steps or config.steps
     if config.schedule == "cosine":
         done = (step - config.warmup) / max(1, steps - config.warmup)
         share = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
     else:
-        last = max(1, steps // 5)
-        share = min(1.0, max(0.0, (steps - step) / last))
+        share = min(1.0, max(0.0, (steps - step) / max(1, steps // 5)))
     return config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share)
 
 
@@ -97,7 +88,7 @@ def capacity(goal: float, step: int, falling_steps: int) -> float:
     return 1.0 + (goal - 1.0) * math.floor(16 * step / falling_steps) / 16
 
 
-def set_rate(optimizers: Iterable[torch.optim.Optimizer], lr: float) -> None:
+def set_rate(optimizers: Optimizers, lr: float) -> None:
     """Set the rate of all groups, times the scale of each."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -126,26 +117,18 @@ def apply(optimizer: torch.optim.Optimizer, good: Tensor, norm: Tensor, clip: fl
         tensor.detach().copy_(torch.where(good, tensor.detach(), old))
 
 
-def state_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """Every tensor that the optimizers keep, as "parameter:name"."""
-    names = {id(weight): name for name, weight in model.named_parameters()}
-    return {
-        f"{names[id(weight)]}:{key}": value
-        for optimizer in optimizers
-        for weight, kept in optimizer.state.items()
-        for key, value in kept.items()
-    }
+def state_tensors(model: nn.Module, optimizers: Optimizers) -> dict[str, Tensor]:
+    """Every tensor that the optimizers keep, as "parameter:name"; a weight without gradients has none."""
+    states = {weight: kept for optimizer in optimizers for weight, kept in optimizer.state.items()}
+    named = ((name, states.get(weight, {})) for name, weight in model.named_parameters())
+    return {f"{name}:{key}": value for name, kept in named for key, value in kept.items()}
 
 
-def load_state_tensors(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
-) -> None:
-    """Put back what `state_tensors` gave; what is left over is an error. A weight without gradients has no state."""
+def load_state_tensors(model: nn.Module, optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `state_tensors` gave."""
     weights = dict(model.named_parameters())
-    owners = {id(weight): each for each in optimizers for group in each.param_groups for weight in group["params"]}
+    owners = {weight: each for each in optimizers for group in each.param_groups for weight in group["params"]}
     for name, tensor in tensors.items():
         weight_name, _, key = name.rpartition(":")
-        weight = weights.get(weight_name)
-        if weight is None or id(weight) not in owners:
-            raise DepthgateError(f"the checkpoint has optimizer state of {weight_name!r}, which the model lacks")
-        owners[id(weight)].state[weight][key] = like(tensor, weight)
+        weight = weights[weight_name]
+        owners[weight].state[weight][key] = like(tensor, weight)

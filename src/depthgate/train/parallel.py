@@ -47,25 +47,22 @@ class CompiledDecoder(Decoder):
 
 
 def build_decoder(config: ModelConfig, compiled: bool, world: World) -> Decoder:
-    """A new Decoder. Where weights are to be sharded, whole layers are compiled: their hooks stand around them."""
+    """A new Decoder, its weights split among the processes if there are several. Then whole layers are compiled: hooks
+    of FSDP stand around them."""
     kind = CompiledDecoder if compiled and world.size == 1 else Decoder
     no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor alone, and a threshold has no loss
     model = kind(config, scores_have_no_loss=no_loss).to(world.device)
-    for layer in model.layers if compiled and world.size > 1 else ():
-        layer.add_to = torch.compile(layer.add_to)  # type: ignore[assignment, arg-type]
-    return model
-
-
-def shard(model: Decoder, world: World) -> None:
-    """Split every layer's weights, and the rest, among the processes."""
     if world.size == 1:
-        return
+        return model
     mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
     for layer in model.layers:
+        if compiled:
+            layer.add_to = torch.compile(layer.add_to)  # type: ignore[assignment, arg-type]
         fully_shard(layer, mesh=mesh)
         register_fsdp_forward_method(layer, "add_to")
     fully_shard(model, mesh=mesh)
     register_fsdp_forward_method(model, "loss")
+    return model
 
 
 @contextmanager

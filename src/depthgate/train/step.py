@@ -4,7 +4,7 @@ Nothing in a step waits for the device, so that on CUDA the whole step can be ca
 small models are otherwise bound by the launches of their kernels, which a graph does not make.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from depthgate.config import RunConfig
 from depthgate.data.batches import Rows
 from depthgate.device import World
 from depthgate.routing import Plans, Threshold, update_thresholds
-from depthgate.train import optim
+from depthgate.train.optim import ALONE, Optimizers, apply
 
 _WARMUP = 2  # steps before a capture, in which libraries and the compiler set themselves up
 
@@ -29,23 +29,14 @@ class Task(Protocol):
 
     @property
     def model(self) -> nn.Module: ...
-
     @property
-    def capacity(self) -> float:
-        """Share of the tokens that routed layers take now."""
-
-    def set_capacity(self, capacity: float) -> None:
-        """Let routed layers take another share from now on."""
-
+    def capacity(self) -> float: ...  # share of the tokens that routed layers take now
+    def set_capacity(self, capacity: float) -> None: ...
+    def flops_per_token(self, capacity: float) -> float: ...  # of training, at this capacity
+    def held(self) -> dict[str, Tensor]: ...  # the tensors of a checkpoint; a resumed run writes into them
     def loss(self, rows: Rows) -> tuple[Tensor, Tensor | float, list[Tensor], Plans]:
         """Mean loss over the targets, loss of the routers, share of the tokens that each routed layer takes, and plans
         by which thresholds are to move after the step."""
-
-    def flops_per_token(self, capacity: float) -> float:
-        """Training FLOPs per token at this capacity."""
-
-    def held(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint, by name. A resumed run writes into them."""
 
 
 class Figures(NamedTuple):
@@ -71,17 +62,12 @@ def precision(config: RunConfig, device: str) -> AbstractContextManager[object]:
 class Step:
     """Steps of one task: `step(rows)`, where `rows` are those of this process."""
 
-    def __init__(
-        self,
-        task: Task,
-        optimizers: Sequence[torch.optim.Optimizer],
-        config: RunConfig,
-        world: World = World(),  # noqa: B008
-        graph: bool = False,
-    ) -> None:
-        self.task, self.optimizers, self.config, self.world, self.graph = task, optimizers, config, world, graph
+    def __init__(self, task: Task, optimizers: Optimizers, config: RunConfig, world: World = ALONE) -> None:
+        """Steps are replayed as a CUDA graph if the optimizers were built for it."""
+        self.task, self.optimizers, self.config, self.world = task, optimizers, config, world
+        self.graph = all(optimizer.defaults.get("capturable", False) for optimizer in optimizers)
         self._thresholds = [module for module in task.model.modules() if isinstance(module, Threshold)]
-        self._replay: _Replay | None = None
+        self._replay: Callable[[Rows], Tensor] | None = None
 
     def set_capacity(self, capacity: float) -> None:
         """Let routed layers take another share from now on."""
@@ -94,11 +80,16 @@ class Step:
         if not device.startswith("cuda"):
             return Figures(self.body(rows))
         rows = Rows(*(t if t.is_cuda else t.pin_memory() for t in rows))
-        if not self.graph:
-            return _to_host(self.body(Rows(*(t.to(device, non_blocking=True) for t in rows))))
-        if self._replay is None:
-            self._replay = _Replay(self, rows)
-        return _to_host(self._replay(rows))
+        if self.graph:
+            self._replay = self._replay or self._captured(rows)
+            values = self._replay(rows)
+        else:
+            values = self.body(Rows(*(t.to(device, non_blocking=True) for t in rows)))
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return Figures(host, ready)
 
     def body(self, rows: Rows, dry: bool = False) -> Tensor:
         """The figures, without waiting for them. Each part of the batch weighs as many targets as it has. The update is
@@ -128,7 +119,7 @@ class Step:
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         good = torch.zeros_like(finite) if dry else finite
         for optimizer in self.optimizers:
-            optim.apply(optimizer, good, norm, config.clip)
+            apply(optimizer, good, norm, config.clip)
         if self._thresholds and seen[0]:
             self._move_thresholds(seen, good)
         means = [torch.stack(layer).mean() for layer in zip(*shares, strict=True)]
@@ -146,34 +137,25 @@ class Step:
             rule.average.copy_(torch.where(good, rule.average, average))
             rule.weight.copy_(torch.where(good, rule.weight, weight))
 
-
-class _Replay:
-    """A step as a CUDA graph: its batch is copied to where the graph reads it, and one launch does the rest."""
-
-    def __init__(self, step: Step, rows: Rows) -> None:
-        self.rows = Rows(*(t.to(step.world.device) for t in rows))
+    def _captured(self, example: Rows) -> Callable[[Rows], Tensor]:
+        """The step as a CUDA graph: a batch is copied to where the graph reads it, and one launch does the rest."""
+        held = Rows(*(t.to(self.world.device) for t in example))
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARMUP):
-                step.body(self.rows, dry=True)
+                self.body(held, dry=True)
         torch.cuda.current_stream().wait_stream(stream)
-        for optimizer in step.optimizers:
+        for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)  # the graph's own memory is to hold the gradients
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.figures = step.body(self.rows)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            figures = self.body(held)
 
-    def __call__(self, rows: Rows) -> Tensor:
-        for mine, new in zip(self.rows, rows, strict=True):
-            mine.copy_(new, non_blocking=True)
-        self.graph.replay()
-        return self.figures
+        def replay(rows: Rows) -> Tensor:
+            for mine, new in zip(held, rows, strict=True):
+                mine.copy_(new, non_blocking=True)
+            graph.replay()
+            return figures
 
-
-def _to_host(values: Tensor) -> Figures:
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    ready.record()
-    return Figures(host, ready)
+        return replay
