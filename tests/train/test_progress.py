@@ -1,6 +1,8 @@
 """What a run shows: trackers get what metrics.jsonl gets, and report.html follows the run."""
 
 import importlib.util
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +24,22 @@ def test_tensorboard_holds_the_metrics(tmp_path, data):
     assert [e.value for e in events.Scalars("routed_share/0")] == pytest.approx([r["routed_share"][0] for r in found])
 
 
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_other_trackers_are_opened_get_the_metrics_and_are_closed(tmp_path, data, name, monkeypatch):
+    """With a module of that name that notes what it is called with."""
+    calls = []
+    noted = {
+        "init": lambda **given: calls.append((given["project"], given["name"], given["config"]["steps"])),
+        "log": lambda numbers, step: calls.append((step, numbers["loss"], numbers["routed_share/0"])),
+        "finish": lambda: calls.append("finished"),
+    }
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(**noted))
+    assert train(tmp_path / "run", data, 2, f"--tracker={name}") == 0
+    found = [(row["step"], row["loss"], row["routed_share"][0]) for row in rows(tmp_path / "run")]
+    assert calls == [("depthgate", "run", 2), *found, "finished"]
+
+
 def test_a_tracker_that_is_missing_is_named(tmp_path, data, capsys):
-    """trackio and wandb themselves are never run by the tests: only that their absence is named."""
     missing = [name for name in ("trackio", "wandb") if importlib.util.find_spec(name) is None]
     if not missing:
         pytest.skip("trackio and wandb are both installed here: nothing is missing")

@@ -115,8 +115,7 @@ class Loop:
     ) -> None:
         """hashes: what else tells the run apart, kept in its checkpoints."""
         self.config, self.folder, self.task, self.packed, self.world = config, Path(config.out), task, packed, world
-        self.optimizers = optimizers
-        self.step = Step(task, optimizers, config, world)
+        self.step, self.optimizers = Step(task, optimizers, config, world), optimizers
         self.clock = 0.0
         self.peak = matmul_rate(world.device, getattr(torch, config.dtype)) * world.size
         self.restored: int | None = None  # the step that a resumed run went on from

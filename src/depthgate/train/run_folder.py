@@ -105,11 +105,12 @@ def _undo(path: Path, new: bool, before: bytes | None) -> None:
     """Put back the configuration that a run had before, and remove what a new run that made no step has written."""
     run = path.parent
     with suppress(OSError):
-        if new and (run / METRICS).exists() and (run / METRICS).stat().st_size:
-            return
-        path.unlink(missing_ok=True) if before is None else replace(path, before)
-        if new:
-            for name in (METRICS, "report.html"):
+        if before is not None:
+            replace(path, before)
+        elif not new:
+            path.unlink()
+        elif not (run / METRICS).exists() or not (run / METRICS).stat().st_size:
+            for name in (path.name, METRICS, "report.html"):
                 (run / name).unlink(missing_ok=True)
             shutil.rmtree(run / TOKENIZER, ignore_errors=True)
 
