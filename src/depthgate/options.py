@@ -34,9 +34,9 @@ def choice(default: str | None, names: Sequence[str], about: str = "") -> Any:
     return option(default, about, partial(check_choice, allowed=names))
 
 
-def number(default: float | None, interval: str, about: str = "", note: str = "") -> Any:
+def number(default: float | None, interval: str, about: str = "") -> Any:
     """A field for a number in an interval such as "(0, 1]"."""
-    return option(default, about, partial(check_number, interval=interval, note=note))
+    return option(default, about, partial(check_number, interval=interval))
 
 
 def switch(about: str) -> Any:
