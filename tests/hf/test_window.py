@@ -43,5 +43,5 @@ def test_convert_looks_beyond_a_window_where_there_is_room(tmp_path, capsys, mon
     assert main([*command, str(tmp_path / "right")]) == 0
     monkeypatch.setattr(RoutedLayer, "_window", lambda *_: None)
     assert main([*command, str(tmp_path / "wrong")]) == (2 if found else 0)
-    assert ("differ from the dense model's" in capsys.readouterr().err) == found
+    assert ("differ from those of the source" in capsys.readouterr().err) == found
     assert (tmp_path / "wrong").exists() != found
