@@ -96,8 +96,7 @@ def load(path: str | Path) -> LoadedDecoder:
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
     found = read(folder, ["model"])
     config = model_config(found.config, found.path)
-    # Random routers had their salt under another name once.
-    weights = {name.replace("router.salt", "router.proj.salt"): t for name, t in found.tensors["model"].items()}
+    weights = found.tensors["model"]
     # Before anything is allocated. Tied weights count once.
     if parameters(config) > sum(n for _, n in {(t.data_ptr(), t.numel()) for t in weights.values()}):
         raise damaged(found.path / CONFIG, "names another model than the one that the weights belong to")

@@ -250,6 +250,24 @@ def random_router():
     return TopTokens(8, 0.25, gate=torch.ones_like, scorer=RandomScorer())
 
 
+def test_a_scorer_of_ones_own_is_checked():
+    with pytest.raises(dg.DepthgateError, match="scorer is 3"):
+        TopTokens(8, 0.25, scorer=3)
+
+    class Wrong(torch.nn.Module):
+        def forward(self, tokens, pos, capacity):
+            return tokens[..., 0]
+
+    with pytest.raises(dg.DepthgateError, match="scorer returned"):
+        TopTokens(8, 0.25, scorer=Wrong())(torch.randn(2, 6, 8))
+
+
+def test_gates_of_a_random_router_are_those_of_its_scores():
+    router = TopTokens(8, 0.5, gate="sigmoid", scorer=RandomScorer(), scores_have_no_loss=True).eval()
+    plan = router(torch.randn(2, 6, 8))
+    close(plan.gates, plan.scores.mT.gather(2, plan.tokens).sigmoid())
+
+
 def test_a_random_router_takes_its_share_by_chance_and_again_the_same_once_trained():
     torch.manual_seed(0)
     router, other = random_router(), random_router()

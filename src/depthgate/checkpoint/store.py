@@ -279,6 +279,8 @@ def read_folder(
         found = dict(zip(names, pool.map(opened, names), strict=True))
     pieces = {group: tensor_files.index({folder / name: found[name] for name in groups[group]}) for group in wanted}
     tensors = {group: tensor_files.read_all(pieces[group], world, held or {}) for group in wanted}
+    # Random routers had their salt under another name once.
+    tensors = {g: {n.replace("router.salt", "router.proj.salt"): t for n, t in tensors[g].items()} for g in wanted}
     return Checkpoint(folder, step, tensors, *(found[name] for name in PLAIN))
 
 

@@ -83,7 +83,7 @@ class Sampling(Options):
 class GenerateConfig(Sampling):
     """Continue a text, or several; without a prompt, line by line as you type."""
 
-    model: str = required("folder of a run, or of one of its checkpoints")
+    model: str = required("folder of a run, of one of its checkpoints, or of a Hugging Face model")
     prompt: list[str] | None = repeatable("text to continue; may be given several times")
     stop: list[str] | None = repeatable("text at which to end; may be given several times")
     seed: int = count(0, "seed of the sampling of every prompt", minimum=0, maximum=2**63 - 1)

@@ -221,5 +221,6 @@ def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: s
         model.save_pretrained(part)
         write_tokenizer(part)
         loaded = load(part).state_dict()
-        if not all(torch.equal(loaded[name], weight.cpu()) for name, weight in model.state_dict().items()):
+        weights = model.state_dict()
+        if loaded.keys() != weights.keys() or not all(torch.equal(loaded[n], w.cpu()) for n, w in weights.items()):
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")

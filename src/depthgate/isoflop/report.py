@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -110,17 +111,17 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     found, best = verdicts(curves), [_summary(curve) for curve in curves]
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
     sentences = compared(curves) if one_size else [in_words(v) for v in found] or [no_verdict(curves)]
-    with (out / "results.csv").open("w", newline="", encoding="utf-8") as file:
-        names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
-        writer = csv.DictWriter(file, names, extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
+    writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
     strong = [Html(f"<p><strong>{pages.html(sentence)}</strong></p>") for sentence in sentences]
     table = _table(rows, _CELL, turned=one_size)
     cells = pages.table(*table, pages.fill("study_cells"))
     sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *strong])}
     sections |= {"Results": cells} if one_size else _fitted(curves, best)
     sections |= _trained(study) | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
+    replace(out / "results.csv", results.getvalue())
     replace(out / "report.html", pages.page(title, sections))
     pictures = [] if one_size else _pictures(out, curves)
     if as_json:
@@ -258,7 +259,7 @@ def _training_chart(best: Mapping[str, Row]) -> Html:
     for name, row in best.items():
         points, steps = metric_curve(read_runs([row["folder"]])[0], "flops", "loss", 60)
         lines[f"{name}, training"] = [(flops / 1e12, loss) for flops, loss in points]
-        marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in row["held_out"]]
+        marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in row.get("held_out", [])]
     about = pages.fill("study_curves", steps=steps)
     return line_chart("The best cell of each variant", about, lines, "training TFLOPs", "nats per token", marks=marks)
 

@@ -116,9 +116,11 @@ class TopTokens(nn.Module):
         self.across_experts = across_experts
         # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
         # rest negative, which is what `causal_bce` asks of them.
+        if scorer is not None and not isinstance(scorer, nn.Module):
+            raise InvalidValueError(f"scorer is {scorer!r}: it must be a module, such as RandomScorer()")
         self.proj: Any = Scorer(dim, experts, bias=True) if scorer is None else scorer
         self.rule = rule_from(rule, dim, experts)
-        self.sparse = scores_have_no_loss and experts == 1 and not across_experts
+        self.sparse = scores_have_no_loss and scorer is None and experts == 1 and not across_experts
         if across_experts and isinstance(self.rule, Scores):
             raise InvalidValueError(
                 "rule is 'scores', but log-probabilities are never above 0: use 'predictor' or 'threshold'"
@@ -155,10 +157,10 @@ class TopTokens(nn.Module):
             tokens = features(x, valid)
             sparse = self.sparse and torch.is_grad_enabled()
             with torch.set_grad_enabled(torch.is_grad_enabled() and not sparse):
-                logits = self.proj(tokens, pos, self.capacity)
+                logits = checked(self.proj(tokens, pos, self.capacity), (*x.shape[:2], self.experts), "scorer")
                 scores = self._ranked(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
-        decision = checked(self.rule(tokens, scores), scores, "rule")
+        decision = checked(self.rule(tokens, scores), scores.shape, "rule")
         ranked, wanted = scores.detach(), decision.detach() >= 0
         if keep is not None:
             ranked = torch.where(keep[..., None], torch.inf, ranked)
@@ -169,7 +171,7 @@ class TopTokens(nn.Module):
             chosen, filled, slot = self._choose(ranked.mT, valid, doc, max_documents)
         picked = self._routed_scores(x, chosen, filled, slot) if sparse else scores.mT.gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
-        gates = checked(self.gate(picked), picked, "gate")
+        gates = checked(self.gate(picked), picked.shape, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
         return Slots(chosen, gates, logits, decision, filled, valid, causal, None if slot is None else slot.mT)
@@ -284,13 +286,11 @@ class TopExperts(nn.Module):
         return Groups(order, ends, row.view_as(choice), gates, choice, scores, valid)
 
 
-def checked(result: Any, scores: Tensor, name: str) -> Tensor:
-    """Return the result of a user's own gate or rule, if it is one number for each score."""
-    if not isinstance(result, Tensor) or result.shape != scores.shape or not result.is_floating_point():
+def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
+    """Return the result of a user's own scorer, gate or rule, if it is one number for each score."""
+    if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise InvalidValueError(
-            f"{name} returned {got}: it must return a floating tensor of shape {tuple(scores.shape)}"
-        )
+        raise InvalidValueError(f"{name} returned {got}: it must return a floating tensor of shape {tuple(shape)}")
     return result
 
 
