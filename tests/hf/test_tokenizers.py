@@ -93,7 +93,7 @@ def test_a_converted_model_has_the_tokenizer_of_its_source(tmp_path, capsys, kin
     ids = same(first, AutoTokenizer.from_pretrained(out))
     assert letters()["12"] not in ids or type(first).__name__ != "TokenizersBackend"  # others split as they like
     assert {path.name: path.read_bytes() for path in (tmp_path / "dense").iterdir()} == before
-    # Beside a model that was saved without the command, with a tokenizer that was copied as it is.
+    # Next to a model that was saved without the command, with a tokenizer that was copied as it is.
     dg.hf.convert(dense(kind), 1.0).save_pretrained(tmp_path / "dense")
     same(first, AutoTokenizer.from_pretrained(tmp_path / "dense"))
 
