@@ -12,7 +12,7 @@ from depthgate.config import build
 
 ROOT = Path(__file__).parents[1]
 # The log tells of commands of the past, at the commits that it names.
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CONTRIBUTING.md", *(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 CURRENT = sorted(page for page in PAGES if page != "docs/log.md")
 
 
@@ -25,14 +25,15 @@ def code(page: str) -> str:
 
 
 def commands(page: str) -> list[list[str]]:
-    """The words after `depthgate` of every line that runs it, alone or by torchrun."""
+    """The words after `depthgate` of every line that runs it, alone or by torchrun, and of commands with options
+    within sentences."""
     found = []
     for line in code(page).splitlines():
         if re.match(r"\s*(\$ )?([A-Z_]+=\S+ )*(torchrun .*-m )?depthgate( |$)", line):
             words = shlex.split(line, comments=True)
             end = next((i for i, word in enumerate(words) if word in ("|", "&&", ";", ">", "2>", "&")), len(words))
             found.append(words[words.index("depthgate") + 1 : end])
-    return found
+    return found + [shlex.split(each) for each in re.findall(r"`depthgate (\w+ -[^`]+)`", (ROOT / page).read_text())]
 
 
 def python(page: str) -> list[str]:
@@ -75,6 +76,7 @@ def test_every_option_that_is_named_exists():
         assert verb in VERBS
         known |= {name for action in parser._actions for name in action.option_strings}
     for page in CURRENT:
+        assert set(re.findall(r"`depthgate (\w+)", (ROOT / page).read_text())) <= VERBS.keys(), page
         for name in re.findall(r"`(?:depthgate \w+ )?(--[a-z][\w.-]*)", (ROOT / page).read_text()):
             assert name.replace("-", "_").replace("__", "--", 1) in known, f"{page}: {name}"
 
@@ -86,9 +88,7 @@ def test_make_targets_exist():
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"{page}: {target}"
 
 
-@pytest.mark.parametrize(
-    "page", sorted(["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))])
-)
+@pytest.mark.parametrize("page", sorted(PAGES))
 def test_links_lead_somewhere(page):
     text = (ROOT / page).read_text()
     for link in re.findall(r"\]\(([^)]+)\)", text):

@@ -247,17 +247,21 @@ class ConvertConfig(Options):
 
     model: str = required("folder of a Hugging Face model, a GGUF file, or a run; it stays as it is")
     out: str = required("folder to write; it must not be there yet")
-    capacity: float = option(0.5, "share of the tokens that go through a routed layer", check_capacity)
-    layers: str | list[int] = option(  # noqa: RUF009
-        "every_other",
-        "every_other, auto (those that change their tokens least on --text), or numbers of layers, such as 1,3,5",
+    # None where they are not given, as runs refuse them.
+    capacity: float | None = option(
+        None, "share of the tokens that go through a routed layer; 0.5 unless given", check_capacity
     )
-    gate: str = option(
-        "one_plus_tanh",
-        "what a routed row is multiplied by: one_plus_tanh or straight_through, which are 1 at first",
+    layers: str | list[int] | None = option(  # noqa: RUF009
+        None,
+        "every_other, auto (those that change their tokens least on --text), or numbers of layers, such as 1,3,5; "
+        "every_other unless given",
+    )
+    gate: str | None = option(
+        None,
+        "what a routed row is multiplied by: one_plus_tanh (unless given) or straight_through, which are 1 at first",
         check_neutral,
     )
-    rule: str = choice("predictor", RULE_NAMES, "how a token is routed causally")
+    rule: str | None = choice(None, RULE_NAMES, "how a token is routed causally; predictor unless given")
     text: str | None = option(None, "file of text that `--layers auto` measures on")
     probe: int = count(
         64,
@@ -283,7 +287,7 @@ class ConvertConfig(Options):
     def layer_choice(self) -> str | list[int]:
         """every_other, auto, or numbers."""
         if not isinstance(self.layers, str) or self.layers in ("every_other", "auto"):
-            return self.layers
+            return "every_other" if self.layers is None else self.layers
         return whole_numbers(self.layers, "layers", "every_other, auto, or numbers, such as 1,3,5")
 
 
@@ -367,6 +371,8 @@ class BenchConfig(Options):
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
+        if "" in self.models.split(","):
+            raise InvalidValueError(f"models is {self.models!r}: a name is empty, give folders separated by commas")
         for name in ("batch", "context"):
             for each in self.numbers(name):
                 check_count(each, name)

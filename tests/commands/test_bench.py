@@ -88,6 +88,7 @@ def test_a_cache_that_is_wrong_gets_no_time(
         (["--models=mod", "--batch=a,b"], "batch is 'a,b'"),
         (["--models=mod", "--data=short.txt"], "the text has 6 tokens"),
         (["--models=nowhere"], "nowhere is not a folder"),
+        (["--models=mod,"], "models is 'mod,': a name is empty"),
         (["--models=mod", "--dtype=int8"], "auto, bfloat16, float32"),
         ([], "models"),
     ],

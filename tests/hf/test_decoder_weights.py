@@ -232,6 +232,8 @@ def test_a_run_becomes_a_folder_that_transformers_and_we_open(run, tmp_path, cap
         (["--to", "qwen3"], "qk_norm is false"),
         (["--to", "gpt2"], "to is 'gpt2'"),
         (["--capacity", "0.25"], "is a run, which keeps its own routing: leave --capacity out"),
+        (["--capacity", "0.5"], "leave --capacity out, which is for Hugging Face models"),
+        (["--layers", "every_other"], "leave --layers out"),
     ],
 )
 def test_a_run_that_cannot_be_written_so_writes_nothing(run, tmp_path, capsys, options, why):

@@ -1,7 +1,11 @@
-"""What a report says in words."""
+"""What a report says in words and in legends."""
+
+import json
+import re
+from html import unescape
 
 from depthgate.isoflop.fit import Curve, Verdict
-from depthgate.isoflop.report import compared, in_words, no_verdict, short_flops
+from depthgate.isoflop.report import _fitted, compared, in_words, no_verdict, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
 
@@ -52,6 +56,16 @@ def test_single_sizes_are_compared_without_taking_a_side():
         "At 1e09 FLOPs tiny-dense and tiny-mod have the same causal loss: 1.400 nats per token."
     ]
     assert compared([dense]) == ["At 1e09 FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token."]
+
+
+def test_names_stand_once_in_a_legend():
+    def made(budget):
+        shape = {"budget": budget, "variant": "mod", "seed": 0} | COST
+        return Curve([{**shape, "params": 10**n, "loss_causal": 2.0 + abs(n - 4)} for n in range(3, 6)])
+
+    sections = _fitted([made(1e12), made(2e12)], [])
+    (chart,) = re.findall(r'data-chart="([^"]*)"', sections["The best loss against the budget"])
+    assert [each["name"] for each in json.loads(unescape(chart))["series"]] == ["mod", "mod, minima"]
 
 
 def test_large_numbers_are_short():

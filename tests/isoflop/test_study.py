@@ -157,7 +157,9 @@ def test_a_dry_run_trains_nothing(home, tmp_path, capfd):
     assert told["estimated_seconds"] > 0
     assert not (tmp_path / "dry").exists()
     assert study(home, tmp_path / "dry", "--dry-run") == 0
-    assert "nothing was trained" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "nothing was trained" in said
+    assert "seconds are FLOPs at one speed" in said
     assert study(home, tmp_path / "dry", "--dry-run", "--lr_sweep", "true", "--more_sizes", "2") == 0
     said = capfd.readouterr().out
     assert "a sweep of learning rates" in said

@@ -151,7 +151,10 @@ def test_eval_refuses_what_it_cannot_measure_and_prints_one_object(tmp_path, goo
         code, out, errors = measure(tmp_path / "run", tmp_path / "a.txt", capsys)
         assert (code, out) == (2, "")
         assert says in errors
-    for model, says in ((tmp_path / "none", "is not a folder"), (tmp_path, "no complete checkpoint")):
+    for model, says in (
+        (tmp_path / "none", "is not a folder"),
+        (tmp_path, f"no complete checkpoint in {tmp_path}: the run has not saved yet"),
+    ):
         code, out, errors = measure(model, good, capsys)
         assert (code, out) == (2, "")
         assert says in errors

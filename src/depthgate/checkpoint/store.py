@@ -252,7 +252,8 @@ def load(run: Path, only: Groups | None = None, world: World = _ALONE, held: Nam
                 warnings.warn(f"{reason}\nstep {found.step} is loaded instead", DepthgateWarning, stacklevel=2)
         return found
     reasons = "".join(f"\n{reason}" for reason in list(failed.values())[:5])
-    raise DepthgateError(f"no complete checkpoint in {run}: check the path, or start without it{reasons}")
+    remedy = "train again, into another folder" if failed else "the run has not saved yet, or this is not its folder"
+    raise DepthgateError(f"no complete checkpoint in {run}: {remedy}{reasons}")
 
 
 def read_folder(

@@ -46,8 +46,9 @@ def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
 def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     """The same for a run, which becomes a Hugging Face model with the same logits."""
     for each in fields(config):
-        if each.name not in _OF_RUNS and getattr(config, each.name) != each.default:
-            raise InvalidValueError(f"{config.model} is a run, which keeps its own routing: leave --{each.name} out")
+        if each.name not in _OF_RUNS and getattr(config, each.name) is not None:
+            what = f"{config.model} is a run, which keeps its own routing"
+            raise InvalidValueError(f"{what}: leave --{each.name} out, which is for Hugging Face models")
     check_new(Path(config.out), Path(config.model))
     decoder = load(config.model)
     model = export(decoder, config.to)

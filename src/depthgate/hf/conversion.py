@@ -148,9 +148,9 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
         dense = model(probe, use_cache=False, logits_to_keep=last).logits
     if not dense.isfinite().all():
         raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
-    convert(model, 1.0, layers, gate=config.gate, rule=config.rule)
+    convert(model, 1.0, layers, gate=config.gate or "one_plus_tanh", rule=config.rule or "predictor")
     difference = check_same(model, probe, (dense, dense))
-    set_capacity(model, config.capacity)
+    set_capacity(model, config.capacity or 0.5)
     save(model, partial(copy_tokenizer, tokenizer, source), out)
     return model.config, changes, difference
 

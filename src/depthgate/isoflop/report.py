@@ -82,9 +82,10 @@ def print_grid(study: Study, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"cells": rows, "flops": flops, "estimated_seconds": _finite(flops / rate)}))
         return
-    columns = {**_SHAPE, "seconds, about": "estimated_seconds"}
+    columns = {**_SHAPE, "seconds at one speed": "estimated_seconds"}
     print_table(*_table(rows, columns), f"{len(cells)} cells, {short_flops(flops)} FLOPs")
     print(f"one after another: {duration(flops / rate)}, about; nothing was trained")
+    print("(seconds are FLOPs at one speed, of finished cells or of the middle model: smaller models are slower)")
     if config.lr_sweep:
         print("first, a sweep of learning rates at the smallest budget: 10 to 18 cells of each variant")
     if config.more_sizes:
@@ -209,7 +210,8 @@ def _fitted(curves: Sequence[Curve], best: Sequence[Row]) -> dict[str, object]:
     lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
     if any(len(line) > 1 for line in lines.values()):
         which = "The lowest point of each fitted curve that is bracketed on both sides."
-        chart = line_chart("Best loss", which, lines, "training TFLOPs", _LOSS, log_x=True, marks=lines)
+        marks = {f"{name}, minima": line for name, line in lines.items()}
+        chart = line_chart("Best loss", which, lines, "training TFLOPs", _LOSS, log_x=True, marks=marks)
         sections["The best loss against the budget"] = chart
     return sections
 
