@@ -101,3 +101,7 @@ def test_a_yaml_file_sets_options_and_unknown_keys_are_refused(tmp_path, capsys)
     for verb in ("demo", "bench"):
         assert main([verb, "--config", str(bad)]) == 2
         assert "'step'" in capsys.readouterr().err
+    for damaged in (b"steps: 3\n  foo: [1\n", b"steps: \xff"):
+        bad.write_bytes(damaged)
+        assert main(["demo", "--config", str(bad)]) == 2
+        assert f"{bad} is not" in capsys.readouterr().err
