@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import depthgate as dg
 from depthgate.cli import main
+from depthgate.hf import conversion
 from tests.hf.words import save_tokenizer
 from tests.hf.zoo import dense, tokens
 
@@ -51,6 +52,20 @@ def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys
     }
     with torch.no_grad():
         assert torch.equal(model(tokens(2, 9)).logits, dense("qwen3")(tokens(2, 9)).logits)
+
+
+def test_a_folder_that_loads_as_another_model_is_not_written(folder, capsys, monkeypatch):
+    def other_positions(path):
+        model = load(path)
+        if path.name.endswith(".part"):
+            model.model.rotary_emb.inv_freq *= 2  # which is not among the weights
+        return model
+
+    load = conversion.load
+    monkeypatch.setattr(conversion, "load", other_positions)
+    assert convert(folder) == 2
+    assert "not what was in memory" in capsys.readouterr().err
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_json_is_one_object(folder, capsys):

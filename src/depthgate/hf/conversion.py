@@ -24,6 +24,7 @@ from depthgate.hf.layer import DepthRouter, routed_layers
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_SAVED_PROBE = 64  # tokens that a saved model is read with
 _CALIBRATION = (8, 256)  # sequences, and tokens of each
 _WINDOW = 1024  # the longest window of attention that is looked beyond without being asked to
 
@@ -215,12 +216,19 @@ def check_same(model: Any, probe: Tensor, wanted: Sequence[Tensor]) -> float:
     return difference
 
 
+@torch.no_grad()
 def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: str | None = None) -> None:
-    """Write a model's folder under another name, check that it loads, and only then rename it (see new_folder)."""
+    """Write the folder of a model on the CPU under another name, check that it loads as the same model, and only then
+    rename it (see new_folder)."""
     with _writing(out), new_folder(out, last) as part:
         model.save_pretrained(part)
         write_tokenizer(part)
-        loaded = load(part).state_dict()
-        weights = model.state_dict()
-        if loaded.keys() != weights.keys() or not all(torch.equal(loaded[n], w.cpu()) for n, w in weights.items()):
+        loaded = load(part)
+        mine, its = model.state_dict(), loaded.state_dict()
+        same = mine.keys() == its.keys() and all(torch.equal(its[name], weight) for name, weight in mine.items())
+        # What is not among the weights, such as the kind of positions, shows in the logits.
+        ids = torch.arange(min(_SAVED_PROBE, model.config.max_position_embeddings))[None] % model.config.vocab_size
+        with torch.compiler.set_stance("force_eager"):
+            same = same and torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+        if not same or loaded.config.depthgate != model.config.depthgate:
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")

@@ -31,11 +31,12 @@ from depthgate.hf.layer import RoutedLayer
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Predictor, Threshold, TopTokens, routed_share
 
-_DECAY = 0.9  # of moving thresholds: scores move much in a short time
-_RIDGE = 1e-2  # of the mean square of a channel
-_SPREAD, _SMALL_SPREAD = 1.0, 0.05  # of the scores; small where they change the gate, which is to stay near 1
-_FIRST = 3.0  # how far above the others a document's first token is put, in standard deviations
-_MATTERS = 10.0  # how much more than another it weighs in the fit
+_THRESHOLD_DECAY = 0.9  # scores move much in a short time
+_RIDGE = 1e-2  # as a share of the mean square of a channel
+_SCORE_STD = 1.0  # of calibrated scores
+_SCORE_STD_IN_GATE = 0.05  # where scores change the gate, which is to stay near 1
+_FIRST_TOKEN_SCORE = 3.0  # wanted for a document's first token, in standard deviations above the mean of the others
+_FIRST_TOKEN_WEIGHT = 10.0  # in the fit, where that of another is 1
 
 
 class Recovery:
@@ -63,7 +64,7 @@ class Recovery:
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
         for layer in language.routed:
             if isinstance(layer.depth_router.rule, Threshold):
-                layer.depth_router.rule.decay = _DECAY
+                layer.depth_router.rule.decay = _THRESHOLD_DECAY
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.enable_input_require_grads()
@@ -121,7 +122,6 @@ class Recovery:
         dense, goal, at = self._flops
         return goal if at == 1 else goal + (dense - goal) * (capacity - at) / (1 - at)
 
-    @torch.no_grad()
     def _count_flops(self) -> tuple[float, float, float]:
         """Training FLOPs per token, dense and at the model's own capacity, and that capacity."""
         own, counts = self.capacity, []
@@ -148,7 +148,7 @@ class Recovery:
         if self._adapted is not None:
             self._adapted.merge_and_unload()
         unscale_routers(self.language.routed)
-        cast(self.model, self._stored).eval()
+        cast(self.model, self._stored).cpu().eval()
         source = Path(self.config.model)
         save(self.model, partial(copy_tokenizer, find_tokenizer(source), source), folder, last="config.json")
 
@@ -231,7 +231,7 @@ def calibrate(language: Any, rows: Rows, capacity: float) -> None:
         for tokens, pos in zip(rows.tokens, rows.pos, strict=True):
             language.hidden(tokens[None].to(language.device), pos[None].to(language.device), causal=False)
     first = (rows.pos == 0).flatten().to(language.device)
-    spread = _SPREAD if language.model.config.depthgate["gate"] == "straight_through" else _SMALL_SPREAD
+    spread = _SCORE_STD if language.model.config.depthgate["gate"] == "straight_through" else _SCORE_STD_IN_GATE
     set_capacity(language.model, capacity)
     for layer, mine in zip(language.routed, seen, strict=True):
         router = layer.depth_router
@@ -250,9 +250,9 @@ def _fit(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: 
     """Set a router by ridge regression on scaled tokens x (N, D), so that a share of `capacity` of them has scores of
     at least 0."""
     wanted = (change - change[~first].mean()) / change[~first].std().clamp(min=1e-12)
-    wanted = torch.where(first, _FIRST, wanted)
+    wanted = torch.where(first, _FIRST_TOKEN_SCORE, wanted)
     features = torch.cat([x, torch.ones_like(x[:, :1])], 1).double()
-    weighted = features * torch.where(first, _MATTERS, 1.0)[:, None] / len(x)
+    weighted = features * torch.where(first, _FIRST_TOKEN_WEIGHT, 1.0)[:, None] / len(x)
     square = weighted.mT @ features
     square.diagonal().add_(_RIDGE)
     fit = torch.linalg.solve(square, weighted.mT @ wanted.double())[:-1].float()
