@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, get_loader, set_loader
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from depthgate import __version__
 from depthgate import config as configs
@@ -54,16 +54,6 @@ def _about(config: type[Any]) -> str:
     return (config.__doc__ or "").split("\n")[0]
 
 
-class _ConfigFile(ActionConfigFile):
-    """The option --config, whose errors name the file."""
-
-    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        try:
-            super().__call__(parser, cfg, values, option_string)
-        except (DepthgateError, UnicodeDecodeError) as error:
-            raise DepthgateError(f"{values} is not a yaml file of options: {error}") from None
-
-
 class _Parser(ArgumentParser):
     """A parser that says in a line or two what is wrong, without the list of all options."""
 
@@ -71,10 +61,17 @@ class _Parser(ArgumentParser):
         about = (getattr(ex, "subcommand_parser", None) or self).prog.replace(" [options]", "")
         raise DepthgateError(f"{message}\n`{about} --help` lists the options") from ex
 
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Read a file of options, as --config asks for."""
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        except (DepthgateError, UnicodeDecodeError) as error:
+            raise DepthgateError(f"{path} is not a yaml file of options: {error}") from None
+
 
 def _verb_parser(config: type[Any]) -> ArgumentParser:
     parser = _Parser(description=_about(config), allow_abbrev=False)
-    parser.add_argument("--config", action=_ConfigFile, help="yaml file with any of these options")
+    parser.add_argument("--config", action="config", help="yaml file with any of these options")
     parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
     typed = {each.name: each.metadata for each in fields(config) if "typed" in each.metadata}
     for name, how in typed.items():
