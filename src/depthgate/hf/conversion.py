@@ -230,5 +230,6 @@ def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: s
         ids = torch.arange(min(_SAVED_PROBE, model.config.max_position_embeddings))[None] % model.config.vocab_size
         with torch.compiler.set_stance("force_eager"):
             same = same and torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
-        if not same or loaded.config.depthgate != model.config.depthgate:
+        routing = [getattr(each.config, "depthgate", None) for each in (loaded, model)]
+        if not same or routing[0] != routing[1]:
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")
