@@ -7,7 +7,7 @@ from html import unescape
 from typing import Any
 
 from depthgate.view import page as pages
-from depthgate.view.page import isolated, pieces, routed_text, short, visible
+from depthgate.view.page import Html, isolated, pieces, routed_text, short, visible
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:
@@ -15,7 +15,7 @@ def test_text_is_escaped_and_markup_is_not() -> None:
     safe = "&lt;b title=&quot;x&quot;&gt;&amp;"
     for made in (
         pages.paragraph(evil),
-        pages.code(evil),
+        pages.note(evil),
         pages.table([evil], [[evil, evil]], evil),
         pages.page(evil, {evil: evil}),
         pages.line_chart(evil, evil, {evil: [(0, 1), (1, 2)]}, evil, evil),
@@ -23,7 +23,7 @@ def test_text_is_escaped_and_markup_is_not() -> None:
     ):
         assert evil not in made
         assert safe in made
-    assert pages.paragraph(pages.code("a")) == "<p><code>a</code></p>"
+    assert pages.paragraph(pages.html("<"), Html("<b>")) == "<p>&lt;<b></p>"
 
 
 def chart_data(figure: str) -> dict[str, Any]:

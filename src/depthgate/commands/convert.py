@@ -1,7 +1,6 @@
 """`depthgate convert`: a Hugging Face model with routed layers, or a run of ours as a Hugging Face model."""
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from depthgate.hf.conversion import check_new, check_same, convert_folder, save
 from depthgate.hf.decoder_weights import export
 from depthgate.loading import is_hugging_face, load
 
-_OF_RUNS = ("model", "out", "to", "probe", "seed")  # options that mean something for a run
+_ROUTING = ("capacity", "layers", "gate", "rule", "text")  # options that mean nothing for a run
 
 
 def run(config: ConvertConfig, as_json: bool) -> None:
@@ -28,9 +27,7 @@ def run(config: ConvertConfig, as_json: bool) -> None:
 def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     """Figures for --json, and lines for a reader."""
     if config.to is not None:
-        raise InvalidValueError(
-            f"to is {config.to!r}, but {config.model} is not a run of `depthgate train`: leave --to out"
-        )
+        raise InvalidValueError(f"to is {config.to!r}, but {config.model} is not a run: leave --to out")
     routed, changes, difference = convert_folder(config)
     routing = routed.depthgate
     lines = [f"{'layer':>5} {'change':>8}  tokens that enter"]
@@ -45,10 +42,9 @@ def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
 
 def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     """The same for a run, which becomes a Hugging Face model with the same logits."""
-    for each in fields(config):
-        if each.name not in _OF_RUNS and getattr(config, each.name) is not None:
-            what = f"{config.model} is a run, which keeps its own routing"
-            raise InvalidValueError(f"{what}: leave --{each.name} out, which is for Hugging Face models")
+    if given := [name for name in _ROUTING if getattr(config, name) is not None]:
+        what = f"{config.model} is a run, which keeps its own routing"
+        raise InvalidValueError(f"{what}: leave --{given[0]} out, which is for Hugging Face models")
     check_new(Path(config.out), Path(config.model))
     decoder = load(config.model)
     model = export(decoder, config.to)

@@ -3,10 +3,10 @@
 import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from depthgate.config import TrainConfig
+from depthgate.console import handled
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.flops import parameters
 
@@ -14,19 +14,14 @@ from depthgate.flops import parameters
 def run(config: TrainConfig, as_json: bool, resume: bool = False) -> int:
     """Train, or go on; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
     _check_fits(config)
-    before = None
-    with suppress(ValueError):  # only the main thread may; while it trains, the loop has handlers of its own
-        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
-        from depthgate.train.loop import train
+        with handled(lambda *_: sys.exit(), signal.SIGTERM):  # while it trains, the loop has handlers of its own
+            from depthgate.train.loop import train
 
-        code = train(config, resume)
+            code = train(config, resume)
     except SystemExit:
         print("depthgate: stopped before the first step; go on with --resume", file=sys.stderr)
         return 0
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
     if as_json and int(os.environ.get("RANK") or 0) == 0:  # the last row of metrics
         print(Path(config.out, "metrics.jsonl").read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
     return code

@@ -227,7 +227,7 @@ def _chart(budget: float, curves: Sequence[Curve]) -> Html:
 def _making(study: Study) -> Html:
     machines = Counter(row.get("machine", "an unknown machine") for row in study.rows)
     ran = (f"{count} of {len(study.rows)} cells ran on: {name}." for name, count in machines.items())
-    commands = [pages.paragraph("Command: ", pages.code(each)) for each in study.commands]
+    commands = [Html(f"<p>Command: <code>{pages.html(each)}</code></p>") for each in study.commands]
     t = study.cells[0].training
     parts = {"commands": pages.join(commands), "machines": pages.join([pages.paragraph(each) for each in ran])}
     how = {"optimizer": t.optimizer, "context": t.model.context, "schedule": t.schedule, "lowest": f"{t.lowest_lr:.0%}"}
@@ -283,7 +283,7 @@ def _samples(study: Study, best: Mapping[str, Row]) -> Html:
         prompt = held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN)[:_PROMPT]
         found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
         text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
-        shown.append(pages.fill("study_sample", variant=name, text=pages.preformatted(text)))
+        shown.append(pages.fill("study_sample", variant=name, text=text))
     how = {"prompt": _PROMPT, "most": most, "temperature": _TEMPERATURE, "seed": seed}
     return pages.fill("study_samples", samples=pages.row(shown), **how)
 

@@ -9,7 +9,7 @@ import math
 import os
 import signal
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from itertools import groupby
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.checkpoint import store as checkpoint
+from depthgate.console import handled
 from depthgate.data import sources
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import prepare
@@ -120,12 +121,9 @@ class Study:
     def opened(self) -> Iterator[None]:
         """Hold the folder for this process alone. SIGTERM ends a study as Ctrl-C does, so that its workers end too. A
         study that fails before its first cell leaves the folder free."""
-        before: Any = signal.SIG_DFL
-        with suppress(ValueError):  # only the main thread may set handlers
-            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            with checkpoint.lock(self.out / ".isoflop.lock"):
+            with handled(signal.default_int_handler, signal.SIGTERM), checkpoint.lock(self.out / ".isoflop.lock"):
                 new = not self._recorded()  # checked again, now that no other process can interfere
                 write_json(self.out / GRID, {**self.options, "study": self.key, "commands": self.commands})
                 try:
@@ -139,9 +137,6 @@ class Study:
             raise
         except OSError as error:
             raise DepthgateError(f"cannot write {self.out} ({error.strerror}): choose another --out") from error
-        finally:
-            with suppress(ValueError):
-                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)  # None: not set by Python
 
     def run(self) -> None:
         """Run every cell that is missing."""

@@ -23,6 +23,7 @@ from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint.store import CONFIG, METRICS, TOKENIZER
 from depthgate.checkpoint.tensors import damaged, from_json
 from depthgate.config import RunConfig
+from depthgate.console import handled
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.files import replace, write_json
 
@@ -186,14 +187,8 @@ def stop_signals() -> Iterator[dict[int, float]]:
             raise KeyboardInterrupt
         asked.setdefault(number, time.monotonic())
 
-    before = {}
-    with suppress(ValueError):  # only the main thread is told of signals
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(note, signal.SIGINT, signal.SIGTERM):
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

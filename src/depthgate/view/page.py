@@ -46,16 +46,6 @@ def paragraph(*parts: object) -> Html:
     return Html(f"<p>{''.join(html(part) for part in parts)}</p>")
 
 
-def code(text: object) -> Html:
-    """A command, name or path."""
-    return Html(f"<code>{html(text)}</code>")
-
-
-def preformatted(*parts: object) -> Html:
-    """Text whose spaces and ends of lines are kept; long lines wrap."""
-    return Html(f'<pre class="long" tabindex="0">{"".join(html(part) for part in parts)}</pre>')
-
-
 def row(parts: Sequence[object]) -> Html:
     """Figures side by side where the window is wide enough."""
     return Html(f'<div class="row">{join(parts)}</div>')
