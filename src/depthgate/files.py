@@ -39,10 +39,8 @@ def writing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def new_folder(target: Path, last: str | None = None) -> Iterator[Path]:
-    """A new folder to fill, which becomes `target` when the block ends without an error.
-
-    With `last`, `target` is a folder that exists: the files move into it one by one, the one named `last` at the end.
-    """
+    """A new folder to fill, which becomes `target` when the block ends without an error. With `last`, `target` is a
+    folder that exists: the files move into it one by one, the one named `last` at the end."""
     part = _part(target.parent if last is None else target, target.name)
     try:
         part.mkdir(parents=True)
@@ -50,10 +48,11 @@ def new_folder(target: Path, last: str | None = None) -> Iterator[Path]:
         for name in os.listdir(part):
             sync(part / name)
         sync(part)
-        for name in sorted(os.listdir(part), key=lambda name: (name == last, name)) if last is not None else ():
-            os.replace(part / name, target / name)
         if last is None:
             os.rename(part, target)
+        else:
+            for name in sorted(os.listdir(part), key=lambda name: (name == last, name)):
+                os.replace(part / name, target / name)
         sync(part.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -48,8 +48,7 @@ LanguageModel: TypeAlias = "LoadedDecoder | HFLanguageModel"  # a model with its
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """True for the folder of a transformers model: its config.json, damaged or not, names a type of model, and that of
-    a run does not."""
+    """True for the folder of a transformers model, whose config.json (a run's does not) names a model_type."""
     try:
         with (folder / CONFIG).open("rb") as file:
             return b'"model_type"' in file.read(_LARGEST_CONFIG)
@@ -86,8 +85,7 @@ def held_out(folder: str | Path, tokenizer: TextTokenizer) -> "Documents":
 
 
 def load(path: str | Path) -> LoadedDecoder:
-    """A Decoder in evaluation mode, on the CPU, with its `tokenizer`. Damage is a DepthgateError, and nothing in the
-    folder is ever executed."""
+    """A Decoder in evaluation mode, on the CPU, with its `tokenizer`. Nothing in the folder is ever executed."""
     folder = Path(path)
     if is_hugging_face(folder):
         return _from_hugging_face(folder)

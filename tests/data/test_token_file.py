@@ -234,17 +234,19 @@ def test_one_document_is_split_at_its_tail(tmp_path):
     assert contents(train)[0] + contents(held)[0] == [*b"abcdefghi" * 100, 256]
 
 
-def test_a_validation_file_of_its_own(tmp_path):
+def test_a_validation_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     data = source(tmp_path)
     (tmp_path / "valid.txt").write_text("held out")
-    train, held = prepare(data, BYTES, str(tmp_path / "valid.txt"), tmp_path / "cache")
+    train, held = prepare(data, BYTES, str(tmp_path / "valid.txt"))
     assert len(contents(train)) == len(TEXTS)
     assert contents(held) == [[*b"held out", 256]]
 
 
-def test_prepare_refuses_missing_data(tmp_path):
+def test_prepare_refuses_missing_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(DepthgateError, match="does not exist"):
-        prepare(str(tmp_path / "none.txt"), BYTES, cache=tmp_path / "cache")
+        prepare(str(tmp_path / "none.txt"), BYTES)
     assert not (tmp_path / "cache").exists()
 
 
@@ -255,8 +257,9 @@ def test_fingerprints_follow_tokens_and_documents(tmp_path):
     assert split(one, 0.4).train.fingerprint() != Documents(one).fingerprint()
 
 
-def test_the_standard_library_as_bytes(tmp_path):
-    train, held = prepare("stdlib", BYTES, cache=tmp_path)
+def test_the_standard_library_as_bytes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    train, held = prepare("stdlib", BYTES)
     assert len(train) > 5_000_000
     assert 2**17 < len(held) <= 2**18
     assert held.bounds.diff().max() <= 2**15  # no single file decides

@@ -7,8 +7,7 @@ phase (`World.agree`), so that a failure in one is raised in all, for the same r
 A folder named step-N is complete: it gets that name by one rename, after all its files are on the disk. The manifest
 holds size and SHA-256 of each. .tmp-step-N-... is unfinished or on its way out: it is never loaded, and the next save
 removes it. .old-step-N-... is complete and about to be replaced; it counts until its successor stands.
-Hashes find damage, they are not a signature: write access to the folder gives choice of the weights, but executes
-nothing.
+Hashes find damage, they are not a signature: write access to the folder is choice of the weights, but runs nothing.
 """
 
 import fcntl
@@ -74,7 +73,7 @@ def save(
     When this returns, the checkpoint is on the disk. When it raises, the earlier ones are as they were. A checkpoint of
     the same step is replaced; later ones, which only a run that went back can meet, are left alone.
 
-    Several processes write the rows of split tensors that each holds; all else is the first process's.
+    Each of several processes writes its rows of split tensors; all else is the first one's.
     """
     run, step, keep = Path(run), check_count(step, "step", 0, MAX_STEP), check_count(keep, "keep", 2)
 
@@ -193,9 +192,7 @@ def read_manifest(folder: Path) -> tuple[int, Records]:
         match record:
             case {"size": int(), "sha256": str(), **more} if not more and (name in PLAIN or FILE_NAME.fullmatch(name)):
                 continue
-        raise damaged(
-            path, f"lists {name[:99]!r}, which is not a file of a checkpoint"
-        )  # nor is a name with separators
+        raise damaged(path, f"lists {name[:99]!r}, which is not a file of a checkpoint")
     if text != pack_manifest(step, records):
         raise damaged(path, "is not what was saved (its own SHA-256 differs)")
     if step_of(folder.name) not in (-1, step):
@@ -233,8 +230,7 @@ def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> It
 
 
 def load(run: Path, only: Groups | None = None, world: World = _ALONE, held: Named | None = None) -> Checkpoint:
-    """Read the newest complete checkpoint, the same in all processes; a damaged one is named in a warning, and the one
-    before is used.
+    """Read the newest complete checkpoint, the same in all processes; a warning names damaged ones, which are skipped.
 
     `only` names the groups of tensors to read, and to check; all unless given. In several processes, a tensor with the
     name of one in `held` (or that name, a colon and more) and its shape is split as it is.

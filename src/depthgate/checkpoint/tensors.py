@@ -3,8 +3,7 @@
 model.safetensors holds whole tensors. model-00002-of-00004.safetensors holds the second of four processes' rows of the
 tensors in the group `model`; its header says where they belong as torch.distributed.checkpoint does, whose reader
 knows these files, and how large each whole tensor is. Headers are checked against each other before memory is taken.
-A split tensor (DTensor) is known by its method `to_local`: importing its module takes a second. No process gathers what
-the others hold.
+A split tensor (DTensor) is known by its method `to_local`: importing its module takes a second.
 """
 
 import json
@@ -87,8 +86,7 @@ def check(groups: Mapping[str, Mapping[str, Tensor]]) -> int:
 
 
 def own(tensors: Mapping[str, Any], world: World) -> tuple[Mapping[str, Tensor], dict[str, Any] | None]:
-    """The tensors that this process writes, and, among several, their places in the whole ones. Tensors that are not
-    split are the first process's."""
+    """The tensors that this process writes (the first one all that are not split), and their places among several."""
     if world.size == 1:
         return tensors, None
     held, places = dict[str, Tensor](), dict[str, Any]()

@@ -30,13 +30,9 @@ class Rows(NamedTuple):
 
 def windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None = None) -> Rows:
     """Windows of `context` tokens that begin at `starts`; padding past the end, and after `max_documents` pieces."""
-    four = torch.empty(4, len(starts), context, dtype=torch.int64)
-    rows = Rows(four[0], four[1], four[2], four[3], dropped=torch.empty(len(starts), dtype=torch.int64))
     step = max(1, _SERIAL // (context + 1))
-    for i in range(0, len(starts), step):
-        for whole, part in zip(rows, _windows(documents, starts[i : i + step], context, max_documents), strict=True):
-            whole[i : i + step] = part
-    return rows
+    parts = [_windows(documents, starts[i : i + step], context, max_documents) for i in range(0, len(starts), step)]
+    return Rows(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None) -> Rows:
@@ -76,10 +72,8 @@ class Packed:
         self.documents, self.max_documents = documents, max_documents
         self._length = (len(documents) - 1) // context
         if self._length < 1:
-            raise DepthgateError(
-                f"the data has {len(documents)} tokens, but a sequence takes context + 1 = {context + 1}: "
-                "give more text or a smaller context"
-            )
+            what = f"the data has {len(documents)} tokens, but a sequence takes context + 1 = {context + 1}"
+            raise DepthgateError(f"{what}: give more text or a smaller context")
 
     def __len__(self) -> int:
         return self._length

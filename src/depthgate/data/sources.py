@@ -46,8 +46,7 @@ def documents(data: str) -> Iterator[str]:
 
 
 def fingerprint(data: str) -> str:
-    """A hash that changes when the text of `data` does; cheap, as it reads no more than 64 MiB. A dataset from the hub
-    is known by its name alone."""
+    """A hash that changes when the text of `data` does, and reads at most 64 MiB. A hub's dataset is its name alone."""
     if name := _dataset_name(data):
         return hashlib.sha256(f"hf:{name}".encode()).hexdigest()
     files, found = source_files(data), hashlib.sha256()
@@ -99,10 +98,8 @@ def _folder_files(root: Path, data: str) -> list[Path]:
         paths = (Path(folder, name) for name in names if not name.startswith("."))
         files += [path for path in paths if _suffixes(path)[0] in kinds and path.is_file()]
     if not files:
-        raise DepthgateError(
-            f"data {data!r} is a folder without text ({' '.join(kinds)}, also packed as {' '.join(PACKED)}): "
-            f"for other files give a glob such as '{root}/**/*.c'"
-        )
+        what = f"data {data!r} is a folder without text ({' '.join(kinds)}, also packed as {' '.join(PACKED)})"
+        raise DepthgateError(f"{what}: for other files give a glob such as '{root}/**/*.c'")
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
@@ -162,17 +159,15 @@ def _lines(path: Path) -> Iterator[str]:
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
-                raise DepthgateError(
-                    f"{path} is not UTF-8 text: byte {raw[error.start]:#04x} at offset {offset + error.start}; convert "
-                    f"it to UTF-8 (packed files must end in {', '.join(PACKED)})"
-                ) from None
+                place = f"byte {raw[error.start]:#04x} at offset {offset + error.start}"
+                remedy = f"convert it to UTF-8 (packed files must end in {', '.join(PACKED)})"
+                raise DepthgateError(f"{path} is not UTF-8 text: {place}; {remedy}") from None
             yield line.removeprefix("\ufeff") if offset == 0 else line
             offset += len(raw)
 
 
 def _plain(lines: Iterator[str]) -> Iterator[str]:
-    """Documents between marks; where the beginning has no mark, also between two or more blank lines. Line ends around
-    a document are removed."""
+    """Documents between marks, or blank lines (see above), without the line ends around them."""
     head, size, marked = list[str](), 0, False
     while not marked and size < _PEEK and (line := next(lines, "")):
         head.append(line)
@@ -225,10 +220,8 @@ def _dataset(name: str) -> Iterator[str]:
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
-        raise DepthgateError(
-            f"data {name!r} is not a file or folder; to read it as a Hugging Face dataset, "
-            "install the package datasets (pip install 'depthgate[data]')"
-        ) from None
+        remedy = "to read it as a Hugging Face dataset, install the package datasets (pip install 'depthgate[data]')"
+        raise DepthgateError(f"data {name!r} is not a file or folder; {remedy}") from None
     path, config, split = [*name.split(":"), "", ""][:3]
     try:
         records = load_dataset(path, config or None, split=split or "train", streaming=True)

@@ -83,11 +83,8 @@ class TokenFile:
 
 
 class Documents:
-    """Documents of a token file, all unless their `starts` and `stops` are given, in order, as one run of tokens that
-    batches are cut from.
-
-    `bounds` (documents + 1,) holds the place at which each begins in that run, and the length of the run.
-    """
+    """Documents of a token file, all unless their `starts` and `stops` are given, in order, as one run of tokens.
+    `bounds` (documents + 1,) holds the place at which each begins in that run, and the length of the run."""
 
     def __init__(self, file: TokenFile, starts: Tensor | None = None, stops: Tensor | None = None) -> None:
         self.file = file
@@ -126,15 +123,13 @@ class Shards(NamedTuple):
     validation: Documents
 
 
-def prepare(
-    data: str, tokenizer: TextTokenizer, validation: str | None = None, cache: str | Path | None = None
-) -> Shards:
+def prepare(data: str, tokenizer: TextTokenizer, validation: str | None = None) -> Shards:
     """Documents of `data`, and of `validation` where given; otherwise some documents are held out, the same ones for
     every run, so that runs of different seeds can be compared."""
-    file = tokenize(data, tokenizer, cache)
+    file = tokenize(data, tokenizer)
     if validation is None:
         return split(file, _HELD_OUT)
-    return Shards(Documents(file), Documents(tokenize(validation, tokenizer, cache)))
+    return Shards(Documents(file), Documents(tokenize(validation, tokenizer)))
 
 
 def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
@@ -193,9 +188,8 @@ def tokenize(data: str, tokenizer: TextTokenizer, cache: str | Path | None = Non
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, documents(data), tokenizer, data)
     except OSError as error:
-        raise DepthgateError(
-            f"the token cache {path} cannot be written: {error.strerror}; name another folder in XDG_CACHE_HOME"
-        ) from None
+        why = f"the token cache {path} cannot be written: {error.strerror}"
+        raise DepthgateError(f"{why}; name another folder in XDG_CACHE_HOME") from None
     return TokenFile(path, verify=False)
 
 

@@ -85,8 +85,7 @@ class TextTokenizer:
         return len(self.decode_bytes(ids))
 
     def token_text(self, token: int) -> str:
-        """Text of one token, which may be a part of a character: its bytes are then surrogates, so that the texts of
-        several tokens can be joined."""
+        """Text of one token, to be joined with those of others: bytes that are a part of a character are surrogates."""
         piece = str(self.inner.id_to_token(token) or "")
         if self.token_bytes:
             return self.token_bytes[token].decode(errors="surrogateescape") or piece
@@ -142,10 +141,8 @@ def train_bpe(texts: Iterable[str], vocab: int | None, limit: int = _TRAINED_ON)
 
 
 def tokenizer_by_name(name: str, data: str, vocab: int | None, saved: Path | None = None) -> TextTokenizer:
-    """The tokenizer `bytes`, a `bpe` of `vocab` ids trained on `data`, or the one in a folder.
-
-    With `saved`, it is written to that folder, and read from there from then on.
-    """
+    """The tokenizer `bytes`, a `bpe` of `vocab` ids trained on `data`, or the one in a folder. With `saved`, it is
+    written to that folder, and read from there from then on."""
     if saved is not None and (saved / "tokenizer.json").exists():
         return load_tokenizer(saved)
     if name == "bytes":

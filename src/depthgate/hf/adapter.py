@@ -1,5 +1,4 @@
-"""A transformers model as the rest of the library sees a language model: packed rows in; logits, loss, plans out. And
-as lm-eval sees one."""
+"""A transformers model as a language model of the library (packed rows in; logits, loss, plans out) and of lm-eval."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,7 @@ _CONTEXT = 1024  # tokens read at once unless the caller says otherwise: the log
 
 
 class ModelTokenizer(TextTokenizer):
-    """The tokenizer in a model's folder. Texts begin with the tokens that it puts before a text, such as <s>: many
-    models have never seen a text that begins differently."""
+    """The tokenizer in a model's folder. Texts begin as the model has seen all texts begin, with <s> for example."""
 
     def __init__(self, inner: Any, end: str | None) -> None:
         super().__init__(inner, end)
@@ -72,8 +70,7 @@ class HFLanguageModel:
     @property
     def head(self) -> Tensor:
         """The weight (V, D) that turns hidden states into logits."""
-        weight: Tensor = self.model.get_output_embeddings().weight
-        return weight
+        return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
 
     def __call__(
         self, tokens: Tensor, pos: Tensor | None = None, doc: Tensor | None = None, causal: bool = False
@@ -89,11 +86,10 @@ class HFLanguageModel:
         tokens: Tensor,
         targets: Tensor,
         pos: Tensor | None = None,
-        doc: Tensor | None = None,
+        doc: Tensor | None = None,  # noqa: ARG002
         causal: bool = False,
     ) -> tuple[Tensor, Plans]:
         """Mean cross-entropy of the targets that are not negative, and the plans of the routed layers."""
-        del doc
         with collected_plans(self.model) as plans:
             x = self.hidden(tokens, pos, causal)
         loss = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten())
@@ -140,8 +136,7 @@ def load_on(device: str, folder: Path, dtype: str) -> Any:
 
 
 def tokenizer_of(folder: Path) -> ModelTokenizer:
-    """The tokenizer of a model's folder: tokenizer.json itself where it exists, since some classes of transformers
-    ignore parts of it."""
+    """The tokenizer of a model's folder: its tokenizer.json if it has one, parts of which transformers may ignore."""
     found, path = find_tokenizer(folder), folder / "tokenizer.json"
     if found is None:
         how = f"AutoTokenizer.from_pretrained(MODEL).save_pretrained({str(folder)!r})"

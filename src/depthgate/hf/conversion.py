@@ -204,7 +204,7 @@ def _calibration(tokenizer: Any, text: Path, model: Any) -> Tensor:
 
 @torch.no_grad()
 def check_same(model: Any, probe: Tensor, wanted: Sequence[Tensor]) -> float:
-    """The largest difference of a model's last logits from those wanted with the causal choice and with the top k, as a
+    """The largest difference of a model's last logits, by the causal choice and by the top k, from those wanted, as a
     share of the largest. More than rounding is refused."""
     ways = [{"causal_routing": causal} if routed_layers(model) else {} for causal in (True, False)]
     want = torch.stack([*wanted]).double()

@@ -4,7 +4,6 @@ Rotary positions turn the same pairs in both. Weights that one model stacks and 
 their rows, in the order of the table.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -50,7 +49,6 @@ BLOCK = {
     "ffn.up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "ffn.down.weight": ("mlp.down_proj.weight",),
 }
-ROUTER = ("router.", "depth_router.")  # in a routed layer; all within has the same name in both
 
 # Values that their configs may have and ours cannot express, each with the value that changes nothing.
 _NEUTRAL: dict[str, Any] = {
@@ -65,18 +63,13 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
-def names(ours: ModelConfig, weights: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each weight of a Decoder, with the names of those that it equals, or is stacked from, in the other model."""
-    for name in weights:
-        if name in MODEL:
-            yield name, MODEL[name]
-            continue
-        _, i, rest = name.split(".", 2)
-        if int(i) in ours.routed and rest.startswith(ROUTER[0]):
-            parts: tuple[str, ...] = (ROUTER[1] + rest.removeprefix(ROUTER[0]),)
-        else:
-            parts = BLOCK[rest.removeprefix("block.")]
-        yield name, tuple(f"model.layers.{i}.{part}" for part in parts)
+def theirs_of(name: str) -> tuple[str, ...]:
+    """The names of those in the other model that a Decoder's weight equals, or is stacked from."""
+    if name in MODEL:
+        return MODEL[name]
+    _, i, rest = name.split(".", 2)
+    parts = (f"depth_{rest}",) if rest.startswith("router.") else BLOCK[rest.removeprefix("block.")]
+    return tuple(f"model.layers.{i}.{part}" for part in parts)
 
 
 def their_values(ours: ModelConfig, eps: float) -> dict[str, Any]:
@@ -138,9 +131,10 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     with initialization.no_init_weights():  # all of them come from the decoder
         model = made(made.config_class(**their_values(ours, eps), **ends, dtype=dtype))
     model = model.to(decoder.embed.weight.device, dtype)
-    held, weights = model.state_dict(), decoder.state_dict()
-    for mine, theirs in names(ours, weights):
-        parts = [weights[mine]] if len(theirs) == 1 else weights[mine].split([len(held[name]) for name in theirs])
+    held = model.state_dict()
+    for mine, weight in decoder.state_dict().items():
+        theirs = theirs_of(mine)
+        parts = [weight] if len(theirs) == 1 else weight.split([len(held[name]) for name in theirs])
         for name, part in zip(theirs, parts, strict=True):
             held[name].copy_(part)
     model.tie_weights()
@@ -155,7 +149,7 @@ def to_decoder(model: Any, kind: type[AnyDecoder] = Decoder) -> AnyDecoder:  # t
     ours, theirs = our_values(config), dict(model.state_dict())
     with torch.device("meta"):
         decoder = kind(ours)
-    table = dict(names(ours, decoder.state_dict()))
+    table = {name: theirs_of(name) for name in decoder.state_dict()}
     if odd := sorted(theirs.keys() ^ {part for parts in table.values() for part in parts}):
         what = f"a Decoder has no place for {odd[0]}" if odd[0] in theirs else f"the model has no {odd[0]}"
         raise DepthgateError(f"{what}: it is of another kind than its config says, or has parts added to it")

@@ -85,9 +85,7 @@ def family_of(model: Any) -> str:
         raise InvalidValueError(f"{name} cannot be routed, only a {FAMILIES[kind].model}, the model with its head")
     for i, layer in enumerate(decoder_layers(model)):
         if "forward" in vars(layer) and "_old_forward" not in vars(layer):  # those of accelerate's hooks are known
-            raise InvalidValueError(
-                f"layer {i} of {name} has a forward of its own: convert the model before that is set"
-            )
+            raise InvalidValueError(f"layer {i} of {name} has a forward of its own: convert before that is set")
     return kind
 
 
@@ -95,21 +93,16 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     """Refuse a model that cannot be routed according to its config, before anything is loaded."""
     kind = values["model_type"]
     if kind.startswith(PREFIX):
-        raise InvalidValueError(
-            "the model is routed already: for another capacity run depthgate finetune --capacity, or call "
-            "dg.hf.set_capacity; for other layers convert the dense model"
-        )
+        remedy = "for another capacity run depthgate finetune --capacity, or call dg.hf.set_capacity"
+        raise InvalidValueError(f"the model is routed already: {remedy}; for other layers convert the dense model")
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:
-        raise InvalidValueError(
-            f"{name} ({kind}) cannot be routed: {_missing(kind)}. Supported are {', '.join(FAMILIES)}"
-        )
+        supported = ", ".join(FAMILIES)
+        raise InvalidValueError(f"{name} ({kind}) cannot be routed: {_missing(kind)}. Supported are {supported}")
     if values.get("quantization_config") is not None:
-        raise InvalidValueError(
-            f"{name} has quantised weights (quantization_config), which cannot be trained: take the model that it was "
-            "made from, or a GGUF file"
-        )
+        what = f"{name} has quantised weights (quantization_config), which cannot be trained"
+        raise InvalidValueError(f"{what}: take the model that it was made from, or a GGUF file")
     if values.get("use_bidirectional_attention"):
         raise InvalidValueError(f"{name} looks at later tokens (use_bidirectional_attention): routing is causal")
 
@@ -148,10 +141,8 @@ class Routing(Options):
         if not isinstance(values, Mapping) or "layers" not in values:
             raise InvalidValueError("the config does not say which layers are routed: give depthgate={'layers': [...]}")
         if unknown := sorted(map(str, values.keys() - known)):
-            raise InvalidValueError(
-                f"depthgate in the config has unknown keys ({', '.join(unknown)[:200]}): "
-                f"it may have {', '.join(sorted(known))}"
-            )
+            what = f"depthgate in the config has unknown keys ({', '.join(unknown)[:200]})"
+            raise InvalidValueError(f"{what}: it may have {', '.join(sorted(known))}")
         return cls(**{**values, "layers": checked_layers(values["layers"], depth)})
 
     def written(self) -> dict[str, Any]:
@@ -162,9 +153,7 @@ class Routing(Options):
 def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:
     """Numbers of layers, ascending, each once."""
     if isinstance(layers, str | bytes) or not isinstance(layers, Sequence):
-        raise InvalidValueError(
-            f"layers is {layers!r}: give 'every_other', 'auto', or numbers of layers, such as [1, 3]"
-        )
+        raise InvalidValueError(f"layers is {layers!r}: give 'every_other', 'auto', or numbers, such as [1, 3]")
     if not layers:
         raise InvalidValueError("layers is empty: name at least one layer to route")
     numbers = [check_count(layer, "a layer", minimum=0, maximum=depth - 1) for layer in layers]

@@ -1,5 +1,4 @@
-"""A model and its tokenizer from a folder that Hugging Face or we wrote, or from a GGUF file: whole or not at all, and
-nothing in it is executed."""
+"""A model and its tokenizer from a Hugging Face folder or a GGUF file: whole or not at all, and nothing is executed."""
 
 import json
 import shutil
@@ -26,8 +25,7 @@ _CAUSES = {  # of errors whose own words mislead, by a part of these
 
 
 def load(path: Path) -> Any:
-    """The model of a folder or a GGUF file, in evaluation mode, on the CPU. Weights of a GGUF file become float32,
-    which holds them exactly and can be trained."""
+    """The model of a folder or a GGUF file, in evaluation mode, on the CPU; a GGUF file's in float32, to be trained."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -57,8 +55,7 @@ def load(path: Path) -> Any:
 
 @contextmanager
 def _named(opening: str, remedy: str = "") -> Iterator[None]:
-    """Give the error of a damaged file, which may be any, a line that begins with `opening`; in our words where those
-    of transformers mislead."""
+    """Turn any error of a damaged file into a line that begins with `opening`, in our words if its own mislead."""
     try:
         yield
     except (DepthgateError, KeyboardInterrupt, SystemExit):
@@ -138,8 +135,7 @@ def _has(folder: Path, patterns: Iterable[str]) -> bool:
 
 
 def find_tokenizer(path: Path, **how: Any) -> Any:
-    """The tokenizer of transformers next to a model, or within its GGUF file; None if there is none. One that is
-    damaged or names code is refused."""
+    """The tokenizer of transformers with a model, if it has one. One that is damaged or names code is refused."""
     from transformers import AutoTokenizer
 
     folder, packed = path, gguf_of(path)
@@ -171,10 +167,9 @@ def copy_tokenizer(tokenizer: Any, source: Path, out: Path) -> None:
         return
     tokenizer.save_pretrained(out)  # which writes down the class: for some types of models the files are not trusted
     if not _loads_as(tokenizer, out):
-        raise DepthgateError(
-            f"saving the tokenizer of {source} (a {type(tokenizer).__name__}) changes how it tokenises text, so "
-            f"nothing was written. Remove its files from {source} and load the tokenizer from its original folder"
-        )
+        what = f"saving the tokenizer of {source} (a {type(tokenizer).__name__}) changes how it tokenises text"
+        remedy = f"Remove its files from {source} and load the tokenizer from its original folder"
+        raise DepthgateError(f"{what}, so nothing was written. {remedy}")
 
 
 def _loads_as(tokenizer: Any, out: Path) -> bool:

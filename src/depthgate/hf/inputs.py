@@ -59,20 +59,16 @@ def _check(given: dict[str, Any], config: Any) -> None:
     if not given.get("is_causal", getattr(config, "is_causal", True)):
         raise InvalidValueError("is_causal is False: routed layers look back only; leave it out")
     if given.get("output_router_logits") and "attention_mask" in given:
-        raise InvalidValueError(
-            "transformers counts expert logits against attention_mask, and tokens that skip have none: "
-            "pass output_router_logits=False, or no attention_mask"
-        )
+        what = "transformers counts expert logits against attention_mask, and tokens that skip have none"
+        raise InvalidValueError(f"{what}: pass output_router_logits=False, or no attention_mask")
 
 
 def _valid(mask: Any, shape: tuple[int, int]) -> Tensor | None:
     """(B, T) bool, False where a new token is padding. The mask covers all tokens, those in the cache first."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidValueError(
-            f"attention_mask is {got}: routed layers need one of shape (batch, tokens), 0 at padding; "
-            "they make masks of more dimensions themselves"
-        )
+        what = f"attention_mask is {got}: routed layers need one of shape (batch, tokens), 0 at padding"
+        raise InvalidValueError(f"{what}; they make masks of more dimensions themselves")
     valid = mask[:, mask.shape[1] - shape[1] :] != 0
     return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
@@ -112,10 +108,8 @@ def attention_keywords(
     """
     if "flash" in kind:
         if window is not None:
-            raise DepthgateError(
-                f"{kind} counts its window in rows, and tokens that skip have no row: for texts longer than the "
-                f"window ({window}) call model.set_attn_implementation('sdpa')"
-            )
+            remedy = f"for texts longer than the window ({window}) call model.set_attn_implementation('sdpa')"
+            raise DepthgateError(f"{kind} counts its window in rows, and tokens that skip have no row: {remedy}")
         starts = run_starts(query, first)
         return {
             "attention_mask": None,

@@ -40,8 +40,7 @@ _FIRST_TOKEN_WEIGHT = 10.0  # in the fit, where that of another is 1
 
 
 class Recovery:
-    """The task of a converted model that learns what routing has lost. `trained` are the weights that learn, by name,
-    in float32."""
+    """The task of a converted model that learns what routing has lost. `trained` holds the weights that learn."""
 
     def __init__(self, language: HFLanguageModel, config: FinetuneConfig, device: str, max_documents: int) -> None:
         self.language, self.config, self.device = language, config, device
@@ -103,8 +102,7 @@ class Recovery:
                 calibrate(self.language, rows, self.goal)
 
     def loss(self, rows: Rows) -> tuple[Tensor, float, list[Tensor], Plans]:
-        """Mean loss over the targets, and the routed share of each layer. The layers themselves add the loss of their
-        rules, and move their thresholds."""
+        """Mean loss over the targets, and routed shares. Layers add the loss of their rules and move thresholds."""
         config, head, targets = self.config, self.language.head, rows.targets.flatten()
         with collected_plans(self.model, lambda plan: routed_share(plan).detach()) as found:
             x = self.language.hidden(rows.tokens, rows.pos, **self._routing).flatten(0, 1)
@@ -117,8 +115,7 @@ class Recovery:
         return linear_distillation(x, head, *wanted, compiled=config.compile), 0.0, shares, ()
 
     def flops_per_token(self, capacity: float) -> float:
-        """Training FLOPs per token at this capacity, interpolated between the counts at capacity 1 and at the model's
-        own."""
+        """Training FLOPs per token, interpolated between the counts at capacity 1 and at the model's own."""
         dense, goal, at = self._flops
         return goal if at == 1 else goal + (dense - goal) * (capacity - at) / (1 - at)
 
@@ -143,8 +140,7 @@ class Recovery:
         return {**{n: w.detach() for n, w in self.trained.items()}, **buffers}
 
     def publish(self, folder: Path) -> None:
-        """Write the model, in the dtype it came in and with LoRA merged, and see that it loads before it is put in
-        place. It cannot be trained any further."""
+        """Write the model in the dtype it came in, LoRA merged: see `save`. It cannot be trained any further."""
         if self._adapted is not None:
             self._adapted.merge_and_unload()
         unscale_routers(self.language.routed)
@@ -247,8 +243,7 @@ def calibrate(language: Any, rows: Rows, capacity: float) -> None:
 
 
 def _fit(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: float, spread: float) -> None:
-    """Set a router by ridge regression on scaled tokens x (N, D), so that a share of `capacity` of them has scores of
-    at least 0."""
+    """Set a router by ridge regression on scaled tokens x (N, D): a share of `capacity` then scores at least 0."""
     wanted = (change - change[~first].mean()) / change[~first].std().clamp(min=1e-12)
     wanted = torch.where(first, _FIRST_TOKEN_SCORE, wanted)
     features = torch.cat([x, torch.ones_like(x[:, :1])], 1).double()
