@@ -111,6 +111,8 @@ def test_bytes_of_tokens_make_characters() -> None:
         found = pieces(cut(*(bytes([byte]) for byte in bad), b"z"))
         assert "".join(piece.label for piece in found) == "".join(f"\\x{byte:02x}" for byte in bad) + "z"
     assert pieces(["", "\ud800"])[1].label == "\\ud800"
+    # One that is cut is followed by a whole one.
+    assert [piece.text for piece in pieces(cut(smile[:1], e[:1], e[1:]))] == ["\udcf0", "", "é"]
 
 
 def test_names_are_shown_whole_or_cut_in_the_middle() -> None:

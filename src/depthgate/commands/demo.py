@@ -39,10 +39,8 @@ def study_config(config: DemoConfig) -> IsoflopConfig:
 
     if difference(config.steps) > TOLERANCE:
         near = next(steps for steps in count(config.steps) if difference(steps) <= TOLERANCE)
-        raise InvalidValueError(
-            f"steps is {config.steps}: no number of steps of {DENSE} costs the same FLOPs within {TOLERANCE:.0%}; "
-            f"use --steps {near}"
-        )
+        what = f"steps is {config.steps}: no number of steps of {DENSE} costs the same FLOPs within {TOLERANCE:.0%}"
+        raise InvalidValueError(f"{what}; use --steps {near}")
     return IsoflopConfig(
         data=config.data,
         out=config.out,

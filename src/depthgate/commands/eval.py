@@ -48,9 +48,8 @@ def flops_per_token(model: LanguageModel, documents: Documents) -> float:
 def run(config: EvalConfig, as_json: bool) -> None:
     """Print the figures of a text, or of a task."""
     if config.tasks is not None and not is_hugging_face(Path(config.model)):
-        raise DepthgateError(
-            f"--tasks needs a Hugging Face model, and {config.model} is not one: depthgate convert writes a run as one"
-        )
+        what = f"--tasks needs a Hugging Face model, and {config.model} is not one"
+        raise DepthgateError(f"{what}: depthgate convert writes a run as one")
     figures = evaluate(config) if config.tasks is None else evaluate_task(config)
     if as_json:
         print(json.dumps(figures))

@@ -75,7 +75,6 @@ def run_cell(cell: Cell, config: IsoflopConfig, threads: int | None = None) -> R
     try:
         with ExitStack() as stack:
             if threads is not None:
-                os.environ.setdefault("OMP_WAIT_POLICY", "passive")
                 torch.set_num_threads(threads)
                 inductor.compile_threads = threads  # cells that compile at once would each start one for every core
                 stack.enter_context(redirect_stderr(stack.enter_context(text_file(cell, "log").open("a"))))
@@ -200,8 +199,7 @@ def _installed(launcher: str, extra: str) -> Any:
     try:
         return import_module(launcher)
     except ImportError:
-        how = f"pip install 'depthgate[{extra}]'"
-        raise DepthgateError(f"launcher is {launcher!r}, which is not installed: {how}") from None
+        raise DepthgateError(f"{launcher} is missing: pip install 'depthgate[{extra}]'") from None
 
 
 @contextmanager

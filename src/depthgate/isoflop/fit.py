@@ -73,8 +73,7 @@ class Curve:
     def line(self) -> Points:
         """Points of the fitted parabola, from the smallest size to the largest; none where it has no minimum."""
         at, low, bend = self.fits[0]
-        ends = (math.log(self.costs[0][0]), math.log(self.costs[-1][0]))
-        sizes = torch.linspace(*ends, 41, dtype=torch.float64)
+        sizes = torch.linspace(math.log(self.costs[0][0]), math.log(self.costs[-1][0]), 41, dtype=torch.float64)
         losses = low + bend * (sizes - at) ** 2
         return [] if at.isnan() else list(zip(sizes.exp().tolist(), losses.tolist(), strict=True))
 
@@ -145,11 +144,11 @@ def _fits(points: Points, random: torch.Generator) -> Tensor:
 
 def _figure(values: Tensor) -> tuple[float, Interval]:
     """The estimate, and the middle 95% of the drawn values; None if too few of these are finite."""
-    drawn = values[1:][values[1:].isfinite()].sort().values
-    last = len(drawn) - 1
+    drawn = values[1:][values[1:].isfinite()].double()
     if len(drawn) < _ENOUGH * DRAWS:
         return float(values[0]), None
-    return float(values[0]), (float(drawn[int(0.025 * last)]), float(drawn[round(0.975 * last)]))
+    low, high = drawn.quantile(torch.tensor([0.025, 0.975], dtype=drawn.dtype)).tolist()
+    return float(values[0]), (low, high)
 
 
 def _interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:

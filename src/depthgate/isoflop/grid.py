@@ -147,7 +147,7 @@ class Grid:
         options = next(each.training for each in config.variant_list if each.name == variant)
         training = TrainConfig(
             data=_absolute(config.data),
-            validation=None if config.validation is None else _absolute(config.validation),
+            validation=config.validation and _absolute(config.validation),
             tokenizer=self.tokenizer,
             device=self.device,
             seed=seed,
@@ -240,10 +240,9 @@ def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
         have = float(torch.cuda.get_device_properties(0).total_memory)
     large = max(cells, key=lambda cell: cell.memory)
     if large.memory * at_once > have:
-        raise DepthgateError(
-            f"{large.name} has {large.params:,} weights and needs about {large.memory / 2**30:,.0f} GiB "
-            f"({at_once} at a time), and there are {have / 2**30:,.0f}: lower --parallel, --batch or --budgets"
-        )
+        need = f"about {large.memory / 2**30:,.0f} GiB ({at_once} at a time), and there are {have / 2**30:,.0f}"
+        what = f"{large.name} has {large.params:,} weights and needs {need}"
+        raise DepthgateError(f"{what}: lower --parallel, --batch or --budgets")
 
 
 def learning_rate(variant: str, dim: int, budget: float, rates: Mapping[str, tuple[float, float]]) -> float:

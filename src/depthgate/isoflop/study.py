@@ -197,10 +197,9 @@ class Study:
                     rows[cell.name] = outcome
                     self._keep([outcome], cells)
                     left = sum(each.flops for name, each in missing.items() if name not in rows) / speed(rows.values())
-                    say(
-                        f"{len(rows)} of {len(cells)}: {cell.name}: causal loss {outcome['loss_causal']:.4f} after "
-                        f"{outcome['seconds']:.0f} s; about {duration(left)} left, one after another"
-                    )
+                    found = f"causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
+                    time = f"about {duration(left)} left, one after another"
+                    say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; {time}")
         return list(rows.values())
 
     def _keep(self, rows: Collection[Row], cells: Sequence[Cell]) -> None:
@@ -213,11 +212,9 @@ class Study:
     def check_failed(self) -> None:
         """Raise an error that lists the cells that failed, if any did."""
         if self.failed:
-            names = "\n  ".join(f"{cell.name}: {_first_line(error)}" for cell, error in self.failed.items())
-            raise DepthgateError(
-                f"{len(self.failed)} of {len(self.cells)} cells failed; the same command tries them again "
-                f"({self.out / CELLS}/*.error.txt say more):\n  {names}"
-            )
+            lines = (f"\n  {cell.name}: {_first_line(error)}" for cell, error in self.failed.items())
+            what = f"{len(self.failed)} of {len(self.cells)} cells failed; the same command tries them again"
+            raise DepthgateError(f"{what} ({self.out / CELLS}/*.error.txt say more):{''.join(lines)}")
 
     @property
     def curves(self) -> list[Curve]:

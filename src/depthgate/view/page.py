@@ -6,9 +6,10 @@ writes them.
 """
 
 import json
+import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from html import escape
 from importlib.resources import files
@@ -150,7 +151,7 @@ def visible(text: str, kept: str = "") -> str:
 def _sign(c: str) -> str:
     if c in _SIGNS or c.isprintable():
         return _SIGNS.get(c, "")
-    code = ord(c) - 0xDC00 if _is_byte(c) else ord(c)
+    code = ord(c) - 0xDC00 if "\udc80" <= c <= "\udcff" else ord(c)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
@@ -187,11 +188,9 @@ class Piece(NamedTuple):
 def pieces(tokens: Sequence[str]) -> list[Piece]:
     """Tokens as parts of their text: bytes are put together to characters, over the bounds of tokens."""
     owners = [t for t, token in enumerate(tokens) for _ in token]
-    signs, start = "".join(tokens), 0
-    texts, labels = [""] * len(tokens), [""] * len(tokens)
+    texts, labels, start = [""] * len(tokens), [""] * len(tokens), 0
     cut = [False] * len(tokens)  # True: the label ends with bytes of a character
-    while start < len(signs):
-        char, size = _character(signs, start)
+    for char, size in _characters("".join(tokens)):
         for t, places in groupby(range(start, start + size), owners.__getitem__):
             first, *rest = (place - start + 1 for place in places)
             which = f"bytes {first} to {rest[-1]}" if rest else f"byte {first}"
@@ -203,18 +202,13 @@ def pieces(tokens: Sequence[str]) -> list[Piece]:
     return [Piece(text, label, bool(label) and not text) for text, label in zip(texts, labels, strict=True)]
 
 
-def _is_byte(c: str) -> bool:
-    return "\udc80" <= c <= "\udcff"
-
-
-def _character(signs: str, start: int) -> tuple[str, int]:
-    """The character that begins here, and how many signs make it: several where they are its bytes."""
-    for size in (2, 3, 4) if _is_byte(signs[start]) else ():
-        part = signs[start : start + size]
-        char = part.encode(errors="surrogateescape").decode(errors="ignore") if all(map(_is_byte, part)) else ""
-        if len(part) == size and len(char) == 1:
-            return char, size
-    return signs[start], 1
+def _characters(signs: str) -> Iterator[tuple[str, int]]:
+    """Characters, and how many signs make each: several where they are its bytes."""
+    for other, part in re.findall("([^\udc80-\udcff])|([\udc80-\udcff]+)", signs):
+        for char in part.encode(errors="surrogateescape").decode(errors="surrogateescape"):
+            yield char, len(char.encode(errors="surrogateescape"))
+        if other:
+            yield other, 1
 
 
 def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers: Sequence[int]) -> Html:

@@ -123,7 +123,6 @@ class Decisions:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the routed layers."""
         return [layer.number for layer in self.layers]
 
 

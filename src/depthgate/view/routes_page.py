@@ -82,9 +82,7 @@ def _layers(found: Decisions) -> Html:
         gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
         lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
     routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
-    bars = pages.bar_chart(
-        "Routed share of each layer", "Under the causal choice.", routed, "share of tokens", x="layer"
-    )
+    bars = pages.bar_chart("Routed share of each layer", "The causal choice.", routed, "share of tokens", x="layer")
     heads = ("layer", *shares, "mean score", "mean gate")
     return pages.join([pages.table(heads, lines, pages.fill("about_layers")), bars])
 
