@@ -85,8 +85,7 @@ def _batches(config: argparse.Namespace) -> list[Rows]:
     batches = []
     for _ in range(_BATCHES):
         tokens, targets = torch.randint(config.vocab, shape), torch.randint(config.vocab, shape)
-        dropped = torch.zeros(config.batch, dtype=torch.int64)
-        batches.append(Rows(tokens, targets, (place % size).contiguous(), (place // size).contiguous(), dropped))
+        batches.append(Rows(tokens, targets, (place % size).contiguous(), (place // size).contiguous()))
     return batches
 
 

@@ -88,7 +88,14 @@ def load(path: str | Path) -> LoadedDecoder:
     """A Decoder in evaluation mode, on the CPU, with its `tokenizer`. Nothing in the folder is ever executed."""
     folder = Path(path)
     if is_hugging_face(folder):
-        return _from_hugging_face(folder)
+        from depthgate.hf.decoder_weights import to_decoder
+        from depthgate.hf.folder import load as load_model
+
+        tokenizer = load_tokenizer(folder)
+        model = to_decoder(load_model(folder), LoadedDecoder)
+        tokenizer.check_vocab(model.config.vocab)
+        model.tokenizer = tokenizer
+        return model
     if not os.path.isdir(folder):
         raise DepthgateError(f"{folder} is not a folder: give a run of `depthgate train`, or one of its checkpoints")
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
@@ -106,17 +113,6 @@ def load(path: str | Path) -> LoadedDecoder:
     model.load_state_dict(weights)
     model.tokenizer = tokenizer
     return model.eval()
-
-
-def _from_hugging_face(folder: Path) -> LoadedDecoder:
-    from depthgate.hf.decoder_weights import to_decoder
-    from depthgate.hf.folder import load as load_model
-
-    tokenizer = load_tokenizer(folder)
-    model = to_decoder(load_model(folder), LoadedDecoder)
-    tokenizer.check_vocab(model.config.vocab)
-    model.tokenizer = tokenizer
-    return model
 
 
 def model_config(config: dict[str, Any], path: Path) -> ModelConfig:

@@ -143,7 +143,7 @@ def _steps(**options):
         doc = (torch.arange(32) >= 20).long().repeat(4, 1)
         pos = (torch.arange(32) - 20 * doc[0]).repeat(4, 1)
         optim.set_rate(step.optimizers, 1e-3 * (seed + 1))
-        figures.append(step(Rows(ids, ids.roll(-1, 1), pos, doc, torch.zeros(4).long())).read())
+        figures.append(step(Rows(ids, ids.roll(-1, 1), pos, doc)).read())
     return figures, {name: weight.clone() for name, weight in task.model.state_dict().items()}
 
 

@@ -30,7 +30,7 @@ def rows(seed=0, batch=4):
     targets = torch.where(torch.rand(batch, 8, generator=draw) < 0.2, -1, ids.roll(-1, 1))
     pos = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).repeat(batch, 1)
     doc = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1]]).repeat(batch, 1)
-    return Rows(ids, targets, pos, doc, torch.zeros(batch).long())
+    return Rows(ids, targets, pos, doc)
 
 
 def built(**options):

@@ -25,7 +25,6 @@ class Rows(NamedTuple):
     targets: Tensor  # the next token; -1 where that belongs to another document, or at padding
     pos: Tensor  # from 0 in every piece of a document; padding: -1
     doc: Tensor  # 0, 1, 2 ... within the window; padding: -1
-    dropped: Tensor  # (B,) tokens that became padding because the window held too many documents
 
 
 def windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None = None) -> Rows:
@@ -45,14 +44,12 @@ def _windows(documents: Documents, starts: Sequence[int], context: int, max_docu
     doc = document - document[:, :1]
     pos = place - torch.maximum(take(documents.bounds, document), first[:, None])
     follows = inside[:, 1:] & (document[:, 1:] == document[:, :-1])
-    kept = inside if max_documents is None else inside & (doc < max_documents)
-    kept, inside = kept[:, :-1], inside[:, :-1]
+    kept = (inside if max_documents is None else inside & (doc < max_documents))[:, :-1]
     return Rows(
         torch.where(kept, ids[:, :-1], 0),
         torch.where(kept & follows, ids[:, 1:], -1),
         torch.where(kept, pos[:, :-1], -1),
         torch.where(kept, doc[:, :-1], -1),
-        (inside & ~kept).sum(1),
     )
 
 

@@ -157,10 +157,8 @@ def split(file: TokenFile, share: float, seed: int = 0) -> Shards:
         return Shards(Documents(file, starts[~held], stops[~held]), Documents(file, starts[held], stops[held]))
     cut = total - room
     before, after = starts < cut, stops > cut
-    return Shards(
-        Documents(file, starts[before], stops[before].clamp(max=cut)),
-        Documents(file, starts[after].clamp(min=cut), stops[after]),
-    )
+    trained = Documents(file, starts[before], stops[before].clamp(max=cut))
+    return Shards(trained, Documents(file, starts[after].clamp(min=cut), stops[after]))
 
 
 def cache_folder() -> Path:

@@ -80,10 +80,6 @@ class TextTokenizer:
             return b"".join(self.token_bytes[i] for i in _checked(ids, self.vocab))
         return self.decode(ids).encode()
 
-    def bytes_of(self, ids: Iterable[int]) -> int:
-        """Bytes of text that the ids stand for: the denominator of bits per byte."""
-        return len(self.decode_bytes(ids))
-
     def token_text(self, token: int) -> str:
         """Text of one token, to be joined with those of others: bytes that are a part of a character are surrogates."""
         piece = str(self.inner.id_to_token(token) or "")

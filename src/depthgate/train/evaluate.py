@@ -70,5 +70,5 @@ def _bytes_of(tokens: Tensor, targets: Tensor, doc: Tensor, tokenizer: TextToken
     for each in sorted(set(doc[targets >= 0].tolist())):
         mine = (doc == each) & (targets >= 0)
         before = tokens[mine][:1].tolist()
-        size += tokenizer.bytes_of(before + targets[mine].tolist()) - tokenizer.bytes_of(before)
+        size += len(tokenizer.decode_bytes(before + targets[mine].tolist())) - len(tokenizer.decode_bytes(before))
     return size

@@ -85,7 +85,7 @@ class Pretraining:
                 module.capacity = capacity
 
     def loss(self, rows: Rows) -> tuple[Tensor, Tensor | float, list[Tensor], Plans]:
-        mean, plans = self.model.loss(*rows[:4], max_documents=self.config.max_documents)
+        mean, plans = self.model.loss(*rows, max_documents=self.config.max_documents)
         of_routers, shares = self.read_plans(plans, self.config)
         return mean, of_routers, shares, plans
 
