@@ -23,7 +23,7 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
     targets = size = 0
     sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "expert_share"), 0)
     for rows in validation_rows(documents, model.context, batch, most):
-        tokens, wanted, pos, doc = (t.to(model.device) for t in rows[:4])
+        tokens, wanted, pos, doc = (t.to(model.device) for t in rows)
         count = int((wanted >= 0).sum())
         if not count:
             continue
