@@ -62,17 +62,5 @@ def study_config(config: DemoConfig) -> IsoflopConfig:
 def _introduction(study: Study) -> Html:
     rows = {row["variant"]: row for row in study.rows}
     mod, dense = rows[MOD], rows[DENSE]
-    return pages.fill(
-        "demo",
-        data=study.config.data,
-        mod=MOD,
-        dense=DENSE,
-        mod_layers=mod["layers"],
-        dense_layers=dense["layers"],
-        capacity=f"{mod['capacity']:.1%}",
-        cost=f"{mod['flops_per_token'] / dense['flops_per_token']:.2f}",
-        more=f"{dense['tokens'] / mod['tokens']:.2f}",
-        measured=f"{mod['measured_tokens']:,}",
-        mod_seconds=f"{mod['seconds']:.0f}",
-        dense_seconds=f"{dense['seconds']:.0f}",
-    )
+    cost, more = mod["flops_per_token"] / dense["flops_per_token"], dense["tokens"] / mod["tokens"]
+    return pages.fill("demo", data=study.config.data, mod=mod, dense=dense, cost=cost, more=more)

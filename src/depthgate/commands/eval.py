@@ -37,11 +37,9 @@ def flops_per_token(model: LanguageModel, documents: Documents) -> float:
     decided causally."""
     flops = tokens = 0
     for rows in validation_rows(documents, model.context, 1, _COUNTED * model.context):
-        ids, wanted = rows.tokens[:, rows.pos[0] >= 0], rows.targets[:, rows.pos[0] >= 0]
-        pos = torch.arange(ids.shape[1], device=model.device)[None]
-        given = (ids.to(model.device), wanted.to(model.device), pos, torch.zeros_like(pos))
+        given = [each[:, rows.pos[0] >= 0].to(model.device) for each in (rows.tokens, rows.targets)]
         flops += count_flops(lambda given=given: model.loss(*given, causal=True))  # type: ignore[misc]
-        tokens += ids.numel()
+        tokens += given[0].numel()
     return flops / tokens
 
 

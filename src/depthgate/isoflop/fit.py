@@ -49,6 +49,7 @@ class Curve:
         self.loss, self.loss_interval = _figure(self.fits[:, 1])
         self.params, self.params_interval = _figure(self.fits[:, 0].exp())
         self.open_because = _open_because([size for size, _ in sizes], place, self.params)
+        self.bracketed = not self.open_because  # both a smaller and a larger size have a higher loss than the best one
         self.lowest = sizes[place][1]  # the lowest mean loss of a size
         if math.isnan(self.loss):
             self.params, self.loss = sizes[place]
@@ -57,13 +58,7 @@ class Curve:
         if len(near) < _CELLS:
             self.no_interval = f"{len(near)} cells of {self.variant}, and {_CELLS} are needed"
         elif without > (1 - _ENOUGH) * DRAWS:
-            drawn = f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant}"
-            self.no_interval = f"{drawn} have no minimum"
-
-    @property
-    def bracketed(self) -> bool:
-        """True if both a smaller and a larger size have a higher loss than the best one."""
-        return not self.open_because
+            self.no_interval = f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant} have no minimum"
 
     def forward_flops(self, log_params: Tensor) -> Tensor:
         """FLOPs per token of a forward pass at these sizes, interpolated between the variant's sizes."""

@@ -228,10 +228,8 @@ def _making(study: Study) -> Html:
     machines = Counter(row.get("machine", "an unknown machine") for row in study.rows)
     ran = (f"{count} of {len(study.rows)} cells ran on: {name}." for name, count in machines.items())
     commands = [Html(f"<p>Command: <code>{pages.html(each)}</code></p>") for each in study.commands]
-    t = study.cells[0].training
     parts = {"commands": pages.join(commands), "machines": pages.join([pages.paragraph(each) for each in ran])}
-    how = {"optimizer": t.optimizer, "context": t.model.context, "schedule": t.schedule, "lowest": f"{t.lowest_lr:.0%}"}
-    return pages.fill("study_made", **parts, **how)
+    return pages.fill("study_made", **parts, training=study.cells[0].training)
 
 
 def _trained(study: Study) -> dict[str, object]:
@@ -271,9 +269,8 @@ def _routed(row: Row) -> Html:
     model = load(row["folder"])
     found = read(model, held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN))
     text = routed_text(found.tokens, found.through, found.numbers)
-    shape = {name: row[name] for name in ("variant", "layers", "dim", "seed")}
     routed = ", ".join(map(str, found.numbers))
-    return pages.fill("study_routed", budget=short_flops(row["budget"]), routed=routed, text=text, **shape)
+    return pages.fill("study_routed", budget=short_flops(row["budget"]), routed=routed, text=text, cell=row)
 
 
 def _samples(study: Study, best: Mapping[str, Row]) -> Html:

@@ -14,7 +14,7 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import groupby
-from string import Template
+from string import Formatter
 from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
@@ -70,10 +70,14 @@ def _asset(name: str) -> Html:
     return Html(files("depthgate.view").joinpath(name).read_text(encoding="utf-8"))
 
 
+class _Filler(Formatter):
+    def format_field(self, value: Any, form: str) -> Html:
+        return html(format(value, form) if form else value)
+
+
 def fill(template: str, **values: object) -> Html:
-    """A file of templates/ with values in place of their names."""
-    text = Template(_asset(f"templates/{template}.html"))
-    return Html(text.substitute({name: html(value) for name, value in values.items()}))
+    """A file of templates/ with values in place of their names, as in an f-string."""
+    return Html(_Filler().vformat(_asset(f"templates/{template}.html"), (), values))
 
 
 def script(name: str) -> Html:

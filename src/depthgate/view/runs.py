@@ -193,7 +193,7 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
 def write_report(folder: Path, live: bool) -> None:
     """Write report.html into a run's folder; while the run is `live` the page reloads itself."""
     run = _read(folder, short(folder.absolute().name))
-    about = pages.fill("live_report" if live else "report", time=f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}")
+    about = pages.fill("live_report" if live else "report", time=datetime.now(UTC))
     replace(folder / REPORT, runs_page([run], about, live))
 
 
