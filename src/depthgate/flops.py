@@ -42,15 +42,14 @@ class Cost:
         return Cost(self.parameters * times, self.forward * times, self.training * times)
 
 
-def _product(rows: int, inputs: int, outputs: int, passes: int = 3) -> int:
-    """FLOPs of a product: forward alone is one pass, each gradient another."""
-    return passes * 2 * rows * inputs * outputs
-
-
 def _linear(rows: int, inputs: int, outputs: int, *, bias: bool = False, input_gradient: bool = True) -> Cost:
-    weights = inputs * outputs + (outputs if bias else 0)
-    training = _product(rows, inputs, outputs, 3 if input_gradient else 2)
-    return Cost(weights, _product(rows, inputs, outputs, 1), training)
+    """A product with a matrix of weights; each gradient costs as much as the product itself."""
+    forward = 2 * rows * inputs * outputs
+    return Cost(inputs * outputs + bias * outputs, forward, forward * (3 if input_gradient else 2))
+
+
+def _swiglu(config: ModelConfig, rows: int, hidden: int) -> Cost:
+    return _linear(rows, config.dim, 2 * hidden) + _linear(rows, hidden, config.dim)
 
 
 def _attention(config: ModelConfig, rows: int) -> Cost:
@@ -65,17 +64,13 @@ def _attention(config: ModelConfig, rows: int) -> Cost:
 def _feed_forward(config: ModelConfig, rows: int, with_experts: bool) -> Cost:
     hidden = config.hidden or swiglu_hidden(config.dim)
     if not with_experts:
-        return _linear(rows, config.dim, 2 * hidden) + _linear(rows, hidden, config.dim)
+        return _swiglu(config, rows, hidden)
     hidden = config.expert_hidden or hidden
     router = _linear(rows, config.dim, config.experts + config.null_experts)
     # Every choice counted as computed: how many go to null experts is up to the router.
-    used = _linear(rows * config.top_k, config.dim, 2 * hidden) + _linear(rows * config.top_k, hidden, config.dim)
-    one = Cost(used.parameters * config.experts, used.forward, used.training)
-    cost = router + one
-    if config.shared_experts:
-        width = config.shared_experts * hidden
-        cost += _linear(rows, config.dim, 2 * width) + _linear(rows, width, config.dim)
-    return cost
+    used = _swiglu(config, rows * config.top_k, hidden)
+    shared = _swiglu(config, rows, config.shared_experts * hidden)
+    return router + shared + Cost(used.parameters * config.experts, used.forward, used.training)
 
 
 def _router(config: ModelConfig, tokens: int) -> Cost:
@@ -92,14 +87,12 @@ def layer_cost(config: ModelConfig, kind: str, tokens: int) -> Cost:
     """One layer of a kind over one sequence of `tokens` tokens."""
     routed = kind in ROUTED_KINDS
     rows = budget(config.capacity, tokens) if routed else tokens
-    norms = Cost(2 * config.dim)
-    cost = _attention(config, rows) + _feed_forward(config, rows, kind in ("moe", "mode")) + norms
+    cost = _attention(config, rows) + _feed_forward(config, rows, kind in ("moe", "mode")) + Cost(2 * config.dim)
     return cost + _router(config, tokens) if routed and kind != "random" else cost
 
 
-def model_cost(config: ModelConfig, tokens: int | None = None) -> Cost:
-    """The whole model over one sequence, head included; `context` tokens unless told."""
-    tokens = config.context if tokens is None else tokens
+def model_cost(config: ModelConfig, tokens: int) -> Cost:
+    """The whole model over one sequence, head included."""
     cost = Cost(config.vocab * config.dim + config.dim)  # embedding and final norm
     head = _linear(tokens, config.dim, config.vocab)
     cost += Cost(0, head.forward, head.training) if config.tied else head
