@@ -115,8 +115,7 @@ class RunConfig(Options):
     """A training run, of our own models or of a converted one."""
 
     data: str = required(
-        "a text file, a glob, a folder, .jsonl, any of them packed (.xz, .gz, .zst), or stdlib: the source of Python's "
-        "standard library"
+        "a text file, a glob, a folder or .jsonl, also packed (.xz, .gz, .zst); stdlib: Python's standard library"
     )
     out: str = required("folder of the run")
     steps: int = count(1000, "optimizer steps in all, also when a run is resumed")
@@ -135,7 +134,7 @@ class RunConfig(Options):
     lowest_lr: float = number(0.1, "[0, 1]", "share of lr at the end; 1: a rate that stays as it is")
     clip: float = number(1.0, "(0, inf)", "largest norm of all gradients")
     dtype: str = choice("float32", DTYPES[1:], "float32, or bfloat16: products in bfloat16, weights in float32")
-    compile: bool = option(False, "compile the layers with torch.compile")
+    compile: bool = option(False, "compile the layers and the loss with torch.compile")
     workers: int = count(0, "threads that prepare batches", minimum=0, maximum=256)
     checkpoint_every: int = count(100, "steps between checkpoints")
     keep: int = count(2, "checkpoints kept", minimum=2)
@@ -164,9 +163,7 @@ class TrainConfig(RunConfig):
     z_loss: float = number(1e-4, "[0, 1)", "weight of the loss that keeps the logits of experts small")
     capacity_steps: int = count(0, "steps over which the capacity falls from 1 to that of the model", minimum=0)
     cuda_graph: bool = option(True, "on cuda, record a step once and replay it as a CUDA graph, where it can be one")
-    max_documents: int | None = count(
-        None, "most documents in a sequence; further ones are left out. Unless given, as many as the data needs"
-    )
+    max_documents: int | None = count(None, "most documents in a sequence; as many as the data needs unless given")
 
     def check_together(self) -> None:
         super().check_together()
@@ -186,7 +183,6 @@ class FinetuneConfig(RunConfig):
     """Recover the quality of a converted Hugging Face model."""
 
     model: str = required("folder of a converted model, which stays as it is")
-    data: str = required("text, as for depthgate train")
     out: str = required("folder to write the model to, with its metrics and checkpoints")
     teacher: str | None = option(None, "folder of the model to learn from; the dense form of --model unless given")
     loss: str = choice(
@@ -201,27 +197,18 @@ class FinetuneConfig(RunConfig):
         "when the model is saved)",
     )
     rank: int = count(16, "rank of LoRA")
-    capacity: float | None = option(
-        None, "share of the tokens that go through a routed layer at the end; the model's unless given", check_capacity
-    )
+    capacity: float | None = option(None, "share of tokens routed at the end; the model's unless given", check_capacity)
     capacity_share: float = number(0.1, "[0, 1]", "share of the steps over which the capacity falls from 1")
     calibrate: int = count(
-        16_384,
-        "tokens that routers are scaled by before the first step and, if they are all zero, set from, so that they "
-        "begin with what their layers change most; 0: none",
-        minimum=0,
+        16_384, "tokens that routers are scaled by, and set from if all zero, before the first step; 0: none", minimum=0
     )
     tokens: int | None = count(None, "tokens to train on, instead of steps", maximum=2**53)
     seq: int = count(512, "tokens of a sequence")
-    seed: int = count(0, "seed of the order of the data, and of LoRA", minimum=0)
     lr: float | None = number(None, "(0, inf)", "highest learning rate; unless given 1e-4, of LoRA and routers 1e-3")
     weight_decay: float = number(0.01, "[0, 1)")
     warmup: int = count(20, minimum=0)
-    dtype: str = choice(
-        "auto", DTYPES, "float32, bfloat16 (products in bfloat16, weights in float32), or auto: bfloat16 on cuda"
-    )
+    dtype: str = choice("auto", DTYPES, "float32, bfloat16 (of products alone), or auto: bfloat16 on cuda")
     checkpointing: bool = option(False, "compute activations again on the way back, which saves memory")
-    compile: bool = option(False, "compile the layers and the loss with torch.compile")
     workers: int = count(1, minimum=0, maximum=256)
     checkpoint_every: int = count(500)
 
@@ -248,18 +235,12 @@ class ConvertConfig(Options):
     model: str = required("folder of a Hugging Face model, a GGUF file, or a run; it stays as it is")
     out: str = required("folder to write; it must not be there yet")
     # None where they are not given, as runs refuse them.
-    capacity: float | None = option(
-        None, "share of the tokens that go through a routed layer; 0.5 unless given", check_capacity
-    )
+    capacity: float | None = option(None, "share of the tokens that are routed; 0.5 unless given", check_capacity)
     layers: str | list[int] | None = option(  # noqa: RUF009
-        None,
-        "every_other, auto (those that change their tokens least on --text), or numbers of layers, such as 1,3,5; "
-        "every_other unless given",
+        None, "every_other (unless given), auto (those that change their tokens least on --text), or numbers: 1,3,5"
     )
     gate: str | None = option(
-        None,
-        "what a routed row is multiplied by: one_plus_tanh (unless given) or straight_through, which are 1 at first",
-        check_neutral,
+        None, "factor of a routed row, 1 at first: one_plus_tanh (unless given) or straight_through", check_neutral
     )
     rule: str | None = choice(None, RULE_NAMES, "how a token is routed causally; predictor unless given")
     text: str | None = option(None, "file of text that `--layers auto` measures on")
@@ -272,9 +253,7 @@ class ConvertConfig(Options):
     )
     seed: int = count(0, "seed of those sequences", minimum=0)
     to: str | None = choice(
-        None,
-        ("llama", "qwen3"),
-        "family that a run must become: llama, or qwen3 (where it normalises queries and keys)",
+        None, ("llama", "qwen3"), "family that a run must become: llama, or qwen3 (with normalised queries and keys)"
     )
 
     def check_together(self) -> None:
@@ -304,7 +283,7 @@ class EvalConfig(Options):
     batch: int = count(8, "sequences computed at once")
     tokens: int | None = count(None, "most tokens to measure on, spread evenly; all unless given")
     seq: int | None = count(
-        None, "tokens that a Hugging Face model reads at once; unless given 1024, or what it has room for"
+        None, "tokens a Hugging Face model reads at once; unless given 1024, or what it has room for"
     )
     dtype: str = choice("auto", DTYPES, "that of a Hugging Face model; auto: float32 on a CPU, else as it is stored")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
@@ -318,14 +297,10 @@ class EvalConfig(Options):
 class ViewConfig(Options):
     """See which tokens went deep (--model), or how training runs went (RUN_DIR...): one self-contained page."""
 
-    runs: list[str] = positional(
-        "folders of `depthgate train`, drawn over each other; or that of one study of `depthgate isoflop`"
-    )
-    model: str | None = option(
-        None, "folder of a run, of one of its checkpoints, or of a model that `depthgate convert` wrote"
-    )
+    runs: list[str] = positional("folders of `depthgate train`, drawn over each other; or of one `depthgate isoflop`")
+    model: str | None = option(None, "folder of a run, of one of its checkpoints, or of a converted model")
     text: str | None = option(
-        None, "file to read; the beginning of the text that the run held out unless text or prompt is given"
+        None, "file to read; what the run held out, from its start, unless text or prompt is given"
     )
     prompt: str | None = option(None, "text to read, given here")
     out: str | None = option(None, "file of the page; page.html unless given, or unless a picture is asked for")
@@ -347,8 +322,7 @@ class ViewConfig(Options):
     @property
     def page(self) -> str | None:
         """File of the page; None: no page is asked for."""
-        other = self.png or self.svg
-        return self.out or (None if other else "page.html")
+        return self.out or (None if self.png or self.svg else "page.html")
 
 
 @dataclass(frozen=True)
@@ -356,18 +330,12 @@ class BenchConfig(Options):
     """Time how fast models read and write, and measure the memory they take, next to the first of them."""
 
     models: str = required("folders of runs or of Hugging Face models, dense or converted, separated by commas")
-    data: str | None = option(
-        None, "text that they read, as for depthgate train; what the first model's run held out unless given"
-    )
+    data: str | None = option(None, "text, as for depthgate train; what the first model's run held out unless given")
     batch: str | int = option("1,8", "numbers of sequences computed at once, separated by commas")
-    context: str | int | None = option(
-        None, "numbers of tokens read of each sequence, separated by commas; 512 or what fits unless given"
-    )
+    context: str | int | None = option(None, "tokens of each, separated by commas; 512 or what fits unless given")
     new_tokens: int = count(32, "tokens of each that are written")
     repeats: int = count(5, "how often the text is read")
-    dtype: str = choice(
-        "auto", DTYPES, "float32, bfloat16, or auto: on a CPU float32, else what the model is stored in"
-    )
+    dtype: str = choice("auto", DTYPES, "float32, bfloat16, or auto: float32 on a CPU, else as a model is stored")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:

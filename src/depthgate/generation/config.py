@@ -26,21 +26,11 @@ class Sampling(Options):
     """The choice of each next token, and when to end. The filters work in the order of Hugging Face's:
     repetition_penalty, temperature, top_k, top_p, min_p."""
 
-    temperature: float = number(
-        1.0, "[0, inf)", "divides the logits; 0 takes the likeliest token, 1 samples as the model says"
-    )
-    top_k: int | None = count(
-        None, "sample among this many of the likeliest tokens, and those that tie with the last of them"
-    )
-    top_p: float | None = number(
-        None, "(0, 1]", "sample among the fewest likeliest tokens that together have this probability"
-    )
-    min_p: float | None = number(
-        None, "[0, 1]", "leave out tokens less likely than this share of the likeliest one's probability"
-    )
-    repetition_penalty: float = number(
-        1.0, "(0, inf)", "above 1 makes tokens of the prompt and of the text so far less likely"
-    )
+    temperature: float = number(1.0, "[0, inf)", "divides the logits; 0: the likeliest token, 1: as the model says")
+    top_k: int | None = count(None, "sample among this many of the likeliest tokens, and those that tie with the last")
+    top_p: float | None = number(None, "(0, 1]", "sample among the likeliest tokens that reach this probability")
+    min_p: float | None = number(None, "[0, 1]", "leave out tokens less likely than this share of the likeliest one")
+    repetition_penalty: float = number(1.0, "(0, inf)", "above 1 makes tokens of prompt and text less likely")
     max_new_tokens: int = count(128, "tokens to add at most")
     stop: str | Sequence[str] | None = option((), "text at which to end, or several", _check_stop)
     seed: int | Sequence[int] = option(0, "seed of the sampling of every prompt, or one for each", _check_seed)
