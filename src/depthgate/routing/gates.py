@@ -31,12 +31,7 @@ def straight_through(scores: Tensor) -> Tensor:
     return 1 + (soft - soft.detach())
 
 
-GATES: dict[str, Gate] = {
-    "one_plus_tanh": one_plus_tanh,
-    "sigmoid": sigmoid,
-    "raw": raw,
-    "straight_through": straight_through,
-}
+GATES: dict[str, Gate] = {gate.__name__: gate for gate in (one_plus_tanh, sigmoid, raw, straight_through)}
 
 
 def gate_from(gate: str | Gate) -> Gate:

@@ -19,6 +19,7 @@ from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
 
+_Taken = tuple[Tensor, Tensor | None, Tensor | None]  # (B, E, C), filled if rows may differ; slot (B, E, T) if known
 _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
 
 
@@ -166,9 +167,11 @@ class TopTokens(nn.Module):
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
         if causal:
-            chosen, filled, slot = _chosen_causally(wanted.mT, valid, fewest_slots)
+            marked = wanted.mT if valid is None else wanted.mT & valid[:, None]
+            taken: _Taken = (*compact(marked, _slots_for(marked, fewest_slots)), None)
         else:
-            chosen, filled, slot = self._choose(ranked.mT, valid, doc, max_documents)
+            taken = self._choose(ranked.mT, valid, doc, max_documents)
+        chosen, filled, slot = taken
         picked = self._routed_scores(x, chosen, filled, slot) if sparse else scores.mT.gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked.shape, "gate")
@@ -186,13 +189,9 @@ class TopTokens(nn.Module):
         scores: Tensor = self.proj(features(rows, None if filled is None else filled[:, 0]))
         return scores.mT
 
-    def _choose(
-        self, ranked: Tensor, valid: Tensor | None, doc: Tensor | None, max_documents: int | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """ranked (B, E, T) -> the top k (B, E, C), filled where rows may differ, slot (B, E, T) where known."""
-        B, _, T = ranked.shape
-        if B == 0 or T == 0:
-            return ranked.new_zeros(B, self.experts, 0, dtype=torch.long), None, None
+    def _choose(self, ranked: Tensor, valid: Tensor | None, doc: Tensor | None, max_documents: int | None) -> _Taken:
+        """ranked (B, E, T) -> the top k."""
+        T = ranked.shape[2]
         k = budget(self.capacity, T)
         if valid is None and doc is None:
             if not ranked.is_cuda:
@@ -214,22 +213,11 @@ class TopTokens(nn.Module):
             self.rule.update(self._ranked(plan.scores), plan.valid, self.capacity)
 
 
-def _chosen_causally(
-    wanted: Tensor, valid: Tensor | None, fewest_slots: int
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """wanted (B, E, T) -> the wanted tokens that are not padding, as `TopTokens._choose` gives the top k."""
-    B, E, T = wanted.shape
-    if B == 0 or T == 0:
-        return wanted.new_zeros(B, E, 0, dtype=torch.long), None, None
-    marked = wanted if valid is None else wanted & valid[:, None]
-    return *compact(marked, _slots_for(marked, fewest_slots)), None
-
-
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
     """The number of slots that the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
     computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not marked.numel():
         return marked.shape[-1]
     return max(int(marked.sum(-1).max()), int(torch.is_grad_enabled()), fewest)
 
@@ -271,8 +259,10 @@ class TopExperts(nn.Module):
         valid = None if pos is None else pos >= 0
         scores = self.proj(features(x, valid))
         choice = top_k(scores, self.top_k)  # (B, T, K), ascending
-        picked = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
-        gates = picked.softmax(-1) if self.top_k > 1 else _probability(scores, choice)
+        if self.top_k > 1:
+            gates = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE).softmax(-1)
+        else:
+            gates = scores.nan_to_num(-_FINITE_SCORE, _FINITE_SCORE, -_FINITE_SCORE).softmax(-1).gather(-1, choice)
         if valid is not None:
             choice = torch.where(valid[..., None], choice, -1)
         computed = (choice >= 0) & (choice < self.num_experts)
@@ -292,11 +282,6 @@ def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
         got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise InvalidValueError(f"{name} returned {got}: it must return a floating tensor of shape {tuple(shape)}")
     return result
-
-
-def _probability(scores: Tensor, choice: Tensor) -> Tensor:
-    finite = scores.nan_to_num(-_FINITE_SCORE, _FINITE_SCORE, -_FINITE_SCORE)
-    return finite.softmax(-1).gather(-1, choice)
 
 
 class SoftSlots(nn.Module):
