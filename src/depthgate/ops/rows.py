@@ -38,7 +38,7 @@ def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None) -> Tensor
     row that it does not name are dropped.
     """
     if inverse is not None:
-        return _Take.apply(x, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gather.apply(x, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
     B, T = x.shape[:2]
     features = x.shape[2:]
     if x.numel() == 0:
@@ -56,7 +56,7 @@ def add_rows(rows: Tensor, index: Tensor, T: int, inverse: Tensor | None = None)
     Where an index repeats (expert choice), CUDA adds in any order unless `torch.use_deterministic_algorithms`.
     """
     if inverse is not None:
-        return _Put.apply(rows, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gather.apply(rows, inverse, index)  # type: ignore[no-any-return, no-untyped-call]
     B, N, D = rows.shape
     flat = _flat(index, T)
     target = rows.new_zeros(B * T, D)
@@ -76,32 +76,22 @@ def put_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     return _shaped(x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)), B, T, D)
 
 
-def _by_inverse(rows: Tensor, inverse: Tensor) -> Tensor:
-    """rows (B, N, ...), inverse (B, T) -> (B, T, ...): the row that each token has, zeros where it is negative."""
-    there = (inverse >= 0).reshape(*inverse.shape, *[1] * (rows.ndim - 2))
-    return torch.where(there, take_rows(rows, inverse.clamp(min=0)), 0.0)
+class _Gather(torch.autograd.Function):
+    """Rows by an index, and their gradients by its inverse; -1 in either is a row of zeros."""
 
-
-class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return take_rows(x, index)
+        return _gathered(x, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _by_inverse(grads[0], ctx.saved_tensors[0]), None, None
+        return _gathered(grads[0], ctx.saved_tensors[0]), None, None
 
 
-class _Put(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(index)
-        return _by_inverse(rows, inverse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return take_rows(grads[0], ctx.saved_tensors[0]), None, None
+def _gathered(x: Tensor, index: Tensor) -> Tensor:
+    there = (index >= 0).reshape(*index.shape, *[1] * (x.ndim - 2))
+    return torch.where(there, take_rows(x, index.clamp(min=0)), 0.0)
 
 
 class _AddAt(torch.autograd.Function):
@@ -116,18 +106,16 @@ class _AddAt(torch.autograd.Function):
         return grads[0], take_rows(grads[0], ctx.saved_tensors[0]).to(ctx.dtype), None
 
 
-def check_tokens(x: Any, dim: int, name: str = "x", dim_name: str = "dim") -> None:
+def check_tokens(x: Any, dim: int, dim_name: str = "dim") -> None:
     """Token features of shape (batch, tokens, dim), of a floating dtype."""
     if not isinstance(x, Tensor):
-        raise InvalidValueError(f"{name} is a {type(x).__name__}: it must be a tensor of shape (batch, tokens, {dim})")
+        raise InvalidValueError(f"x is a {type(x).__name__}: it must be a tensor of shape (batch, tokens, {dim})")
     if x.ndim != 3 or x.shape[-1] != dim:
         raise InvalidValueError(
-            f"{name} has shape {tuple(x.shape)}: it must be (batch, tokens, {dim}), since {dim_name} is {dim}"
+            f"x has shape {tuple(x.shape)}: it must be (batch, tokens, {dim}), since {dim_name} is {dim}"
         )
     if not x.is_floating_point():
-        raise InvalidValueError(
-            f"{name} has dtype {x.dtype}: it must be a floating dtype; convert it with {name}.float()"
-        )
+        raise InvalidValueError(f"x has dtype {x.dtype}: it must be a floating dtype; convert it with x.float()")
 
 
 def check_per_token(value: Any, x: Tensor, name: str, dtype: torch.dtype | None = None) -> None:

@@ -11,21 +11,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _choose(
-    scores,
-    valid,
-    doc,
-    budgets,
-    index,
-    filled,
-    slot,
-    T,
-    C,
-    experts,
-    HAS_VALID: tl.constexpr,
-    HAS_DOC: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _choose(scores, valid, doc, budgets, index, filled, slot, T, C, experts, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     batch = row // experts
     t = tl.arange(0, BLOCK)
@@ -35,9 +21,9 @@ def _choose(
     key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # IEEE floats ordered as integers
     key = tl.where(s != s, -0x7FFFFFFF, key).to(tl.int64) + 0x80000000  # NaN under -inf; from 1 up
     label = tl.zeros([BLOCK], tl.int64)
-    if HAS_DOC:
+    if doc is not None:
         label = tl.load(doc + batch * T + t, left, other=0).to(tl.int64)
-    if HAS_VALID:
+    if valid is not None:
         left = left & (tl.load(valid + batch * T + t, left, other=0) != 0)
     chosen = t < 0
     todo = tl.sum(left.to(tl.int32), 0)
@@ -75,22 +61,9 @@ def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Te
     index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)
     filled = torch.empty(B, E, slots, dtype=torch.bool, device=scores.device)
     slot = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
+    given = [None if each is None else each.contiguous() for each in (scores, valid, doc, budgets)]
     block = triton.next_power_of_2(T)
+    warps = min(16, max(1, block // 256))
     with torch.cuda.device(scores.device):  # kernels go to the current one, whatever their arguments
-        _choose[(B * E,)](
-            scores.contiguous(),
-            scores if valid is None else valid.contiguous(),
-            scores if doc is None else doc.contiguous(),
-            budgets,
-            index,
-            filled,
-            slot,
-            T,
-            slots,
-            E,
-            HAS_VALID=valid is not None,
-            HAS_DOC=doc is not None,
-            BLOCK=block,
-            num_warps=min(16, max(1, block // 256)),
-        )
+        _choose[(B * E,)](*given, index, filled, slot, T, slots, E, BLOCK=block, num_warps=warps)
     return [index, filled, slot]
