@@ -9,7 +9,7 @@ import torch
 from depthgate.checkpoint.store import MANIFEST, steps
 from depthgate.config import ConvertConfig
 from depthgate.errors import InvalidValueError
-from depthgate.hf.conversion import check_new, check_same, convert_folder, save
+from depthgate.hf.conversion import check_new, check_same, convert_folder, probe_for, save
 from depthgate.hf.decoder_weights import export
 from depthgate.loading import is_hugging_face, load
 
@@ -48,9 +48,7 @@ def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     check_new(Path(config.out), Path(config.model))
     decoder = load(config.model)
     model = export(decoder, config.to)
-    length = min(config.probe, decoder.config.context)
-    chance = torch.Generator().manual_seed(config.seed)
-    probe = torch.randint(decoder.config.vocab, (2, length), generator=chance)
+    probe, _ = probe_for(config, model.config)
     with torch.no_grad():
         difference = check_same(model, probe, [decoder(probe, causal=causal).logits for causal in (True, False)])
     save(model, decoder.tokenizer.save, Path(config.out))

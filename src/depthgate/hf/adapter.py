@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -119,13 +119,10 @@ def collected(modules: Sequence[nn.Module], measure: Callable[[Any, Any, Any], A
         mine.append(measure(args, kwargs, output))
 
     found: list[list[Any]] = [[] for _ in modules]
-    pairs = zip(modules, found, strict=True)
-    hooks = [module.register_forward_hook(partial(keep, mine), with_kwargs=True) for module, mine in pairs]
-    try:
+    with ExitStack() as hooks:
+        for module, mine in zip(modules, found, strict=True):
+            hooks.enter_context(module.register_forward_hook(partial(keep, mine), with_kwargs=True))
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def load_on(device: str, folder: Path, dtype: str) -> Any:

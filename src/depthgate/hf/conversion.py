@@ -144,7 +144,7 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     if layers == "auto":
         changes = layer_changes(model, _calibration(tokenizer, Path(config.text or ""), model))
         layers = least_changing(changes)
-    probe, last = _probe(config, model.config)
+    probe, last = probe_for(config, model.config)
     with torch.no_grad():
         dense = model(probe, use_cache=False, logits_to_keep=last).logits
     if not dense.isfinite().all():
@@ -176,7 +176,7 @@ def _writing(out: Path) -> Iterator[None]:
         raise DepthgateError(f"{why}: give --out a folder where there is room, and which is yours") from error
 
 
-def _probe(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
+def probe_for(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
     """Random sequences for a model of this config, and the number of their last tokens that are compared. Before these
     come as many as a window holds, where there is one: only then a lost window shows."""
     room, window = model.max_position_embeddings, getattr(model, "sliding_window", None)
