@@ -68,10 +68,12 @@ def open_model(folder: str | Path, device: str, dtype: str = "auto", context: in
     return load(folder).to(device)
 
 
-def held_out(folder: str | Path, tokenizer: TextTokenizer) -> "Documents":
-    """The documents that a run kept from its training, or its validation text."""
-    from depthgate.data.token_file import prepare
+def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = None) -> "Documents":
+    """The documents of `data`; unless given, those that a run kept from its training, or its validation text."""
+    from depthgate.data.token_file import Documents, prepare, tokenize
 
+    if data is not None:
+        return Documents(tokenize(data, tokenizer))
     if is_hugging_face(Path(folder)):
         what = f"{folder} is a Hugging Face model, which has no held-out text"
         raise InvalidValueError(f"{what}: name a text with --data, --text or --prompt")

@@ -25,7 +25,7 @@ from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
 from depthgate.isoflop import report
 from depthgate.isoflop.study import Study
-from depthgate.loading import held_out
+from depthgate.loading import text_of
 from depthgate.presets import PRESETS, train_config
 from depthgate.routing import Slots
 from depthgate.view.page import routed_text
@@ -187,7 +187,7 @@ PART = re.compile(r"byte (\d) of \d of (\S+)")
 def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: Path) -> None:
     torch.set_num_threads(1)
     model = dg.load(mod)
-    ids = held_out_tokens(held_out(mod, model.tokenizer), 768)
+    ids = held_out_tokens(text_of(mod, model.tokenizer), 768)
     rows = torch.tensor(ids).view(12, 64)
     # Real text: the beginning of a document.
     texts = [json.loads(line)["text"] for line in (home / "<i>&.jsonl").read_text().splitlines()]
@@ -224,7 +224,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
 def test_losses_are_those_of_eval(finished: Path, mod: Path, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     model = dg.load(mod)
-    documents = held_out(mod, model.tokenizer)
+    documents = text_of(mod, model.tokenizer)
     with (tmp_path / "held.jsonl").open("w") as file:
         for start, stop in pairwise(documents.bounds.tolist()):
             ids = windows(documents, [start], stop - start).tokens[0, :-1].tolist()

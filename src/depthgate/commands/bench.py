@@ -18,12 +18,11 @@ from torch import Tensor
 
 from depthgate.config import BenchConfig
 from depthgate.console import print_table
-from depthgate.data.token_file import Documents, tokenize
 from depthgate.device import interleaved, machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.engine import Engine
 from depthgate.hf.adapter import cast
-from depthgate.loading import LanguageModel, LoadedDecoder, held_out, open_model
+from depthgate.loading import LanguageModel, LoadedDecoder, open_model, text_of
 
 _CHECKED = (24, 12)  # tokens that are read, and written, to compare logits
 _TOLERANCE = 1e-3  # of the largest logit
@@ -94,10 +93,7 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
 
 def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:
     """Tokens (B, T) that a model reads, from places spread over the text."""
-    if config.data is None:
-        documents = held_out(config.models.split(",")[0], model.tokenizer)
-    else:
-        documents = Documents(tokenize(config.data, model.tokenizer))
+    documents = text_of(config.models.split(",")[0], model.tokenizer, config.data)
     if len(documents) < context:
         raise DepthgateError(f"the text has {len(documents)} tokens, and {context} are read: name a longer --data")
     starts = torch.linspace(0, len(documents) - context, max(2, *config.numbers("batch"))).long()

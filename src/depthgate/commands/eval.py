@@ -9,11 +9,11 @@ import torch
 from depthgate.config import EvalConfig
 from depthgate.console import print_table
 from depthgate.data.batches import validation_rows
-from depthgate.data.token_file import Documents, tokenize
+from depthgate.data.token_file import Documents
 from depthgate.device import count_flops, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.hf.adapter import evaluate_task
-from depthgate.loading import LanguageModel, held_out, is_hugging_face, open_model
+from depthgate.loading import LanguageModel, is_hugging_face, open_model, text_of
 from depthgate.train.evaluate import measure
 
 _COUNTED = 8  # windows whose FLOPs are counted
@@ -21,12 +21,8 @@ _COUNTED = 8  # windows whose FLOPs are counted
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """The figures of one model on one text."""
-    assert config.data is not None
     model = open_model(config.model, resolve_device(config.device), config.dtype, config.seq)
-    if config.data == "heldout":
-        documents = held_out(config.model, model.tokenizer)
-    else:
-        documents = Documents(tokenize(config.data, model.tokenizer))
+    documents = text_of(config.model, model.tokenizer, None if config.data == "heldout" else config.data)
     figures = measure(model, documents, config.batch, config.tokens)
     return {"model": config.model, "data": config.data, **figures, "flops_per_token": flops_per_token(model, documents)}
 

@@ -13,7 +13,7 @@ from depthgate.config import ViewConfig
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import check_outs, write
-from depthgate.loading import LanguageModel, held_out, open_model
+from depthgate.loading import LanguageModel, open_model, text_of
 from depthgate.view.figures import figure_bytes, plans_figure, runs_figure
 from depthgate.view.page import Html, count, fill, isolated, join, note, short
 from depthgate.view.routes import SHARES, held_out_tokens, read
@@ -66,7 +66,7 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
     model = open_model(folder, resolve_device(config.device))
     prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
     if prompt is None:
-        ids = held_out_tokens(held_out(folder, model.tokenizer), config.tokens)
+        ids = held_out_tokens(text_of(folder, model.tokenizer), config.tokens)
     else:
         ids = _encoded(model, prompt, config.tokens)
     found, name = read(model, ids), isolated(short(folder))

@@ -126,10 +126,9 @@ class IsoflopConfig(Options):
     dry_run: bool = switch("print the grid, and train nothing")
 
     def check_together(self) -> None:
-        if len(set(self.budget_list)) < len(self.budget_list):
-            raise InvalidValueError(f"budgets is {self.budgets!r}: one stands twice")
-        if len({variant.name for variant in self.variant_list}) < len(self.variant_list):
-            raise InvalidValueError(f"variants is {self.variants!r}: one stands twice")
+        for name, found in (("budgets", self.budget_list), ("variants", [each.name for each in self.variant_list])):
+            if len(set(found)) < len(found):
+                raise InvalidValueError(f"{name} is {getattr(self, name)!r}: one stands twice")
         if self.seeds_at_minimum is not None:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
         if self.lr is not None and self.lr_sweep:
@@ -163,11 +162,6 @@ class IsoflopConfig(Options):
     def seed_list(self) -> range:
         """The seeds of every cell."""
         return range(self.seed, self.seed + self.seeds)
-
-    @property
-    def further_seeds(self) -> range:
-        """The seeds that only the best size of each variant has."""
-        return range(self.seed + self.seeds, self.seed + (self.seeds_at_minimum or self.seeds))
 
 
 def command(verb: str, config: Options) -> str:

@@ -107,7 +107,6 @@ class Grid:
 
     @cached_property
     def ladders(self) -> dict[str, list[ModelConfig]]:
-        """The shapes of each variant."""
         return {v.name: ladder(v, self.vocab, self.config.tokens_in_sequence) for v in self.config.variant_list}
 
     def cells(self) -> list[Cell]:
@@ -199,7 +198,8 @@ class Grid:
                 yield new
         # Sizes that have some of the further seeds get all of them, also where these made another size the lowest.
         begun = {row["params"] for row in rows if row["seed"] not in config.seed_list}
-        yield made((i for i in found if i == lowest or parameters(shapes[i]) in begun), config.further_seeds)
+        further = range(config.seed + config.seeds, config.seed + (config.seeds_at_minimum or config.seeds))
+        yield made((i for i in found if i == lowest or parameters(shapes[i]) in begun), further)
 
 
 def _absolute(data: str) -> str:

@@ -22,7 +22,7 @@ from depthgate.generation.engine import generate
 from depthgate.isoflop.fit import Curve, Interval, Verdict, baseline, verdicts
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.study import Study, duration, speed
-from depthgate.loading import held_out, load
+from depthgate.loading import load, text_of
 from depthgate.model import Decoder
 from depthgate.view import page as pages
 from depthgate.view.figures import figure_bytes, new_figure
@@ -267,7 +267,7 @@ def _training_chart(best: Mapping[str, Row]) -> Html:
 def _routed(row: Row) -> Html:
     """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
     model = load(row["folder"])
-    found = read(model, held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN))
+    found = read(model, held_out_tokens(text_of(row["folder"], model.tokenizer), _SHOWN))
     text = routed_text(found.tokens, found.through, found.numbers)
     routed = ", ".join(map(str, found.numbers))
     return pages.fill("study_routed", budget=short_flops(row["budget"]), routed=routed, text=text, cell=row)
@@ -277,7 +277,7 @@ def _samples(study: Study, best: Mapping[str, Row]) -> Html:
     most, seed, shown = study.config.samples, study.config.seed, []
     for name, row in best.items():
         model = load(row["folder"])
-        prompt = held_out_tokens(held_out(row["folder"], model.tokenizer), _SHOWN)[:_PROMPT]
+        prompt = held_out_tokens(text_of(row["folder"], model.tokenizer), _SHOWN)[:_PROMPT]
         found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
         text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
         shown.append(pages.fill("study_sample", variant=name, text=text))
@@ -306,9 +306,8 @@ def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
             axes.plot([curve.params], [curve.loss], "x", ms=9, mew=2, **look)
     for axes, budget in zip(panels, budgets, strict=True):
         axes.set(xscale="log", xlabel="parameters", title=f"{short_flops(budget)} training FLOPs")
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))  # 20 k, 50 k, 100 k ...
-        axes.xaxis.set_major_formatter(ticker.EngFormatter())
-        axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+        axes.xaxis.set(major_locator=ticker.LogLocator(subs=(1.0, 2.0, 5.0)), major_formatter=ticker.EngFormatter())
+        axes.xaxis.set(minor_formatter=ticker.NullFormatter())  # major ones are 20 k, 50 k, 100 k ...
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(_LOSS)
     panels[0].legend(frameon=False)
