@@ -1,7 +1,6 @@
 """The terminal: tables, and streams that survive a reader who leaves or a full disk."""
 
 import os
-import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,19 +35,6 @@ def silence(stream: Any) -> None:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)
-
-
-@contextmanager
-def handled(handler: Callable[..., Any], *numbers: signal.Signals) -> Iterator[None]:
-    """Have a function called for these signals; not outside the main thread, which alone is told of them."""
-    before = {}
-    with suppress(ValueError):
-        before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, usual in before.items():
-            signal.signal(number, usual or signal.SIG_DFL)  # None: not set by Python
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""Files and folders that are written whole or not at all: under a temporary name, to the disk, then renamed."""
+"""Work that may be interrupted: files and folders that are written whole or not at all (under a temporary name, to the
+disk, then renamed), and handlers of signals."""
 
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,6 +58,19 @@ def new_folder(target: Path, last: str | None = None) -> Iterator[Path]:
         sync(part.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def handled(handler: Callable[..., Any], *numbers: signal.Signals) -> Iterator[None]:
+    """Have a function called for these signals; not outside the main thread, which alone is told of them."""
+    before = {}
+    with suppress(ValueError):
+        before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, usual in before.items():
+            signal.signal(number, usual or signal.SIG_DFL)  # None: not set by Python
 
 
 def sync(path: Path) -> None:

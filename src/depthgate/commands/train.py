@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 from depthgate.config import TrainConfig
-from depthgate.console import handled
 from depthgate.errors import InvalidValueError, check_count
+from depthgate.files import handled
 from depthgate.flops import parameters
 
 

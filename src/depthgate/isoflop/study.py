@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.checkpoint import store as checkpoint
-from depthgate.console import handled
 from depthgate.data import sources
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import prepare
 from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.files import replace, write_json
+from depthgate.files import handled, replace, write_json
 from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig, command
 from depthgate.isoflop.fit import Curve
