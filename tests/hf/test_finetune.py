@@ -21,7 +21,7 @@ from depthgate.cli import main
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import Documents, tokenize
 from depthgate.hf.adapter import HFLanguageModel, collected_plans, tokenizer_of
-from depthgate.hf.recover import are_neutral, calibrate, falling_steps, scale_routers
+from depthgate.hf.recover import calibrate, falling_steps, scale_routers
 from depthgate.train import optim, run_folder
 from tests.conftest import close
 from tests.hf.words import save_model, write_text
@@ -158,7 +158,7 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
     language = HFLanguageModel(model, tokenizer_of(folder), 48)
     packed = Packed(Documents(tokenize(str(home / "text"), language.tokenizer, tmp_path)), 48)
     batch = packed.rows(range(16))
-    assert are_neutral(language.routed)
+    assert not any(layer.depth_router.proj.weight.any() for layer in language.routed)
     seen = []
     for layer in language.routed:
         layer.register_forward_hook(
@@ -166,7 +166,7 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
         )
     scale_routers(language.routed)
     calibrate(language, batch, 0.5)
-    assert not are_neutral(language.routed)
+    assert all(layer.depth_router.proj.weight.any() for layer in language.routed)
     changes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]
     model.eval()
     with torch.no_grad(), collected_plans(model) as plans:

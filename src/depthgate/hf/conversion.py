@@ -42,8 +42,7 @@ def convert(
     """Route `layers` of a transformers causal language model, in place; the model is also returned.
 
     Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1 (others are refused), and
-    every causal rule routes all tokens: in evaluation the model is at first what it was before, and with capacity 1 in
-    training, too.
+    every causal rule routes all tokens: in evaluation, and in training at capacity 1, nothing changes at first.
 
     layers: 'every_other' (1, 3, ...), numbers of layers, or 'auto': the half that changes its tokens least on
     `calibration`, token ids (B, T) or a dict of the model's inputs. rule_loss: weight of the loss that teaches the

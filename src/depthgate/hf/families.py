@@ -1,5 +1,4 @@
-"""The families of transformers models that can be routed, what differs between them, and what the config of a routed
-model says. Imports nothing heavy.
+"""The families of transformers models that can be routed, what differs between them, and the config of a routed model.
 
 They share a contract. A decoder has a list of layers; a layer is called as
 

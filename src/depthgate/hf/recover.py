@@ -208,11 +208,6 @@ def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
         del part.scale
 
 
-def are_neutral(layers: Sequence[RoutedLayer]) -> bool:
-    """True if the scores of all routers are still zero."""
-    return not any(bool(layer.depth_router.proj.weight.any()) for layer in layers)
-
-
 @torch.no_grad()
 def calibrate(language: Any, rows: Rows, capacity: float) -> None:
     """Set the scales of the scaled routers of an HFLanguageModel, and routers that are neutral, from what their layers,
@@ -221,7 +216,7 @@ def calibrate(language: Any, rows: Rows, capacity: float) -> None:
     A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function
     of the token tells it. The first token of a document is changed little, but all others look at it: it is put first.
     """
-    neutral = are_neutral(language.routed)
+    neutral = not any(layer.depth_router.proj.weight.any() for layer in language.routed)
     set_capacity(language.model, 1.0)
     with watched(language.model, language.routed) as seen:
         for tokens, pos in zip(rows.tokens, rows.pos, strict=True):
