@@ -90,16 +90,14 @@ class LayerCache:
             self.store = Store(k, v, torch.where(kept, pos, -1), kept.sum(1))
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows (N,), in this order; a row may come several times, or not at all."""
-        self.rows = len(rows)
+        """Go on with these rows (N,), in this order; a row may come several times, or not at all. Where they are fewer
+        than before, memory that holds nothing is given back, which waits for the device."""
+        fewer, self.rows = len(rows) < self.rows, len(rows)
         if self.store is not None:
             self.store = Store(*(buffer[rows] for buffer in self.store))
-
-    def trim(self) -> None:
-        """Give back memory that holds nothing. Waits for the device."""
-        if self.store is not None:
-            self.most = self.store.longest
-            self.store = self.store.resized(self.most, self.most)
+            if fewer:  # the longest may have left
+                self.most = self.store.longest
+                self.store = self.store.resized(self.most, self.most)
 
     @property
     def nbytes(self) -> int:

@@ -90,12 +90,9 @@ class Engine:
     @torch.inference_mode()
     def select(self, rows: Tensor) -> None:
         """Go on with these rows (N,), in this order."""
-        fewer = len(rows) < len(self.lengths)
         self.lengths, self.history = self.lengths[rows], self.history[:, rows]
         for layer in self.caches:
             layer.select(rows)
-            if fewer:  # the longest may have left
-                layer.trim()
 
 
 class _Row:
