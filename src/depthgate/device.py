@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from depthgate.errors import DepthgateError, InvalidValueError
 
+_Call = Callable[[], object]
 _Shape = tuple[int, ...]
 T = TypeVar("T")
 
@@ -105,7 +106,7 @@ _ATTENTION = {
 }
 
 
-def count_flops(fn: Callable[[], object]) -> int:
+def count_flops(fn: _Call) -> int:
     """FLOPs of the matrix products that `fn` runs, backward passes included: 2 for each multiply and add.
 
     Counted from shapes: a causal mask saves nothing; rows of a grouped product past its last offset are counted though
@@ -118,18 +119,14 @@ def count_flops(fn: Callable[[], object]) -> int:
 
 
 def interleaved(
-    cases: Mapping[str, Callable[[], object]],
-    repeats: int,
-    warmup: int,
-    device: str,
-    between: Callable[[], None] = lambda: None,
+    cases: Mapping[str, _Call], repeats: int, warmup: int, device: str, between: _Call = lambda: None
 ) -> dict[str, list[float]]:
     """Seconds of every case in each of `repeats` rounds, after `warmup` rounds that are thrown away.
 
     Every round runs every case once, so that whatever drifts on the machine meets all cases alike. `between` runs
     before each case; neither it nor the freeing of what the case returned is timed.
     """
-    wait: Callable[[], object] = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    wait: _Call = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
     seconds: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(warmup + repeats):
         for name, fn in cases.items():

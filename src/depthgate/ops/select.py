@@ -40,10 +40,10 @@ def top_k(scores: Tensor, k: int) -> Tensor:
     return best.sort(dim=-1).values
 
 
-def top_of_documents(scores: Tensor, valid: Tensor, doc: Tensor | None, capacity: float) -> Tensor:
+def top_of_documents(scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float) -> Tensor:
     """scores (B, E, T), valid and doc (B, T) -> chosen (B, E, T): of each document's n valid tokens,
     the `budget(capacity, n)` best. Without `doc` a row is one document."""
-    valid = valid[:, None].expand_as(scores)
+    valid = torch.ones_like(scores, dtype=torch.bool) if valid is None else valid[:, None].expand_as(scores)
     order = ranking_keys(scores, valid).argsort(dim=-1, descending=True)
     T = scores.shape[-1]
     # Within the order of scores, a stable sort by document lines up each document, best token first.
@@ -74,7 +74,8 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """scores (B, E, T), valid and doc (B, T) -> index and filled (B, E, slots): `top_of_documents`, compact; and, where
     it costs nothing, slot (B, E, T): the slot of each token, -1 for none."""
-    if _kernel_takes(scores):
+    # A program of the kernel holds a whole row.
+    if scores.is_cuda and scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works():
         sizes = torch.arange(scores.shape[-1] + 1, device=scores.device)
         limits = budgets(capacity, sizes).int()
         index, filled, slot = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
@@ -86,14 +87,7 @@ def choose_by_sorting(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int
 ) -> tuple[Tensor, Tensor]:
     """`choose` without a kernel of its own."""
-    if valid is None:
-        valid = torch.ones_like(scores[:, 0], dtype=torch.bool)
     return compact(top_of_documents(scores, valid, doc, capacity), slots)
-
-
-def _kernel_takes(scores: Tensor) -> bool:
-    # A program of the kernel holds a whole row.
-    return scores.is_cuda and 0 < scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -201,7 +201,6 @@ class TopTokens(nn.Module):
         if doc is None:
             return choose(ranked, valid, None, self.capacity, k)
         if max_documents is None:
-            valid = torch.ones_like(ranked[:, 0], dtype=torch.bool) if valid is None else valid
             marked = top_of_documents(ranked, valid, doc, self.capacity)
             return *compact(marked, _slots_for(marked)), None
         # Shares are rounded down, but each document gets one token at least.
