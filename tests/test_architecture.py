@@ -1,4 +1,4 @@
-"""Who may import whom, what importing costs, and that files stay small."""
+"""The order of imports, what importing costs, and the size of the house."""
 
 import ast
 import subprocess
@@ -33,12 +33,18 @@ def imports(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+            names = {alias.name for alias in node.names}
+            found |= {node.module} | {f"{node.module}.{name}" for name in names}
+            if node.module == "depthgate":  # names that it loads from a module when they are asked for
+                found |= {depthgate._HOME[name] for name in names & depthgate._HOME.keys()}
     return found
 
 
 def module(path: Path) -> str:
     return ".".join(("depthgate", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module(path): path for path in FILES}
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if home(p) != "__init__"], ids=lambda p: str(p.relative_to(ROOT)))
@@ -51,8 +57,7 @@ def test_imports_point_to_an_earlier_package(path):
 
 
 def test_modules_do_not_import_each_other_in_a_ring():
-    modules = {module(path): path for path in FILES}
-    graph = {name: imports(ast.parse(path.read_text())) & modules.keys() - {name} for name, path in modules.items()}
+    graph = {name: imports(ast.parse(path.read_text())) & MODULES.keys() - {name} for name, path in MODULES.items()}
     graph["depthgate"] = set()  # loads names when they are asked for
     TopologicalSorter(graph).prepare()  # raises CycleError
 
@@ -88,5 +93,30 @@ def test_every_public_name_loads():
     assert set(dir(depthgate)) == set(depthgate.__all__)
 
 
-def test_files_stay_small():
-    assert {str(p): n for p in FILES if (n := len(p.read_text().splitlines())) > 400} == {}
+def test_the_house_stays_small():
+    lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {path: n for path, n in lines.items() if n > 400} == {}
+    assert sum(lines.values()) <= 12_500
+    assert len(lines) <= 95
+
+
+def loads(name: str) -> set[str]:
+    """Modules of depthgate, and the packages that they are in, that are loaded with this one."""
+    found = set()
+    for node in ast.parse(MODULES[name].read_text()).body:
+        later = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if not later and not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            found |= imports(node)
+    found |= {".".join(each.split(".")[:2]) for each in found}
+    return found & MODULES.keys() - {"depthgate"}
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("model", 30), ("commands.generate", 42), ("train.loop", 40), ("commands.view", 55)]
+)
+def test_a_reader_follows_imports_to_few_files(name, most):
+    seen, left = set(), {f"depthgate.{name}"}
+    while left:
+        seen.add(following := left.pop())
+        left |= loads(following) - seen
+    assert len(seen) <= most, sorted(seen)
