@@ -1,7 +1,6 @@
-"""Run cells, each from a fresh or interrupted training run to its row of results: in this process, in several, as tasks
-of Ray, or as jobs of Slurm."""
+"""Run cells, each from a fresh or interrupted training run to its row of results: in processes, as tasks of Ray, or as
+jobs of Slurm."""
 
-import gc
 import json
 import logging
 import math
@@ -12,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing import get_context, parent_process
@@ -67,26 +66,19 @@ def text_file(cell: Cell, what: str) -> Path:
     return cell.folder.parent / f"{cell.name}.{what}.txt"
 
 
-def run_cell(cell: Cell, config: IsoflopConfig, threads: int | None = None) -> Row:
-    """Train, or go on; measure; return the row of results. A failure is written to a file next to the run. `threads`:
-    those of a worker process, whose training writes its progress into a file too."""
+def run_cell(cell: Cell, config: IsoflopConfig, threads: int, alone: bool = False) -> Row:
+    """Train, or go on; measure; return the row of results. A failure is written to a file next to the run, and so is
+    the progress of training, unless the cell runs alone."""
     cell.folder.parent.mkdir(parents=True, exist_ok=True)
     error = text_file(cell, "error")
+    torch.set_num_threads(threads)
+    inductor.compile_threads = threads  # cells that compile at once would each start one for every core
     try:
-        with ExitStack() as stack:
-            if threads is not None:
-                torch.set_num_threads(threads)
-                inductor.compile_threads = threads  # cells that compile at once would each start one for every core
-                stack.enter_context(redirect_stderr(stack.enter_context(text_file(cell, "log").open("a"))))
+        with nullcontext(sys.stderr) if alone else text_file(cell, "log").open("a") as log, redirect_stderr(log):
             row = {**cell.described(), **_trained(cell, config)}
     except Exception:
         error.write_text(traceback.format_exc(), encoding="utf-8")
         raise
-    finally:
-        gc.collect()  # the next cell may need all the memory
-        if torch.cuda.is_available():
-            torch.compiler.reset()
-            torch.cuda.empty_cache()
     error.unlink(missing_ok=True)
     write_json(cell.folder / RESULT, row)
     return row
@@ -127,14 +119,6 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
 
 def launch(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[tuple[Cell, Row | Exception]]:
     """Run cells; yield each with its row, or with its error: the other cells are worth having."""
-    if config.launcher == "local" and at_once == 1:
-        for cell in cells:
-            say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
-            try:
-                yield cell, run_cell(cell, config)
-            except Exception as error:
-                yield cell, error
-        return
     start = {"local": _processes, "ray": _ray, "submitit": _submitit}[config.launcher]
     with start(cells, config, at_once) as futures:
         cell_of = dict(zip(futures, cells, strict=True))
@@ -153,7 +137,8 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
     threads = max(1, len(os.sched_getaffinity(0)) // at_once)
 
     def run(cell: Cell) -> Row:
-        process = context.Process(target=_in_process, args=(cell, config, threads))
+        say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
+        process = context.Process(target=_in_process, args=(cell, config, threads, at_once == 1))
         process.start()
         while process.is_alive() and not stopping.is_set():
             process.join(0.2)
@@ -177,7 +162,7 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
         pool.shutdown(cancel_futures=True)
 
 
-def _in_process(cell: Cell, config: IsoflopConfig, threads: int) -> None:
+def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool) -> None:
     """Run a cell as all that a process does: its exit code and the cell's files tell the rest. It saves and stops when
     the process of the study is gone."""
 
@@ -188,7 +173,7 @@ def _in_process(cell: Cell, config: IsoflopConfig, threads: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
     try:
-        run_cell(cell, config, threads)
+        run_cell(cell, config, threads, alone)
     except KeyboardInterrupt:
         os._exit(130)
     except Exception:

@@ -165,11 +165,9 @@ def expert_choices(kinds: Sequence[str], plans: Sequence[Plan], tokens: int) -> 
             entering = plan.chosen[0, :, 0].nonzero()[:, 0].tolist()
             plan = next(left) if kind == "mode" and plan.tokens.shape[-1] else None
         if kind in ("moe", "mode"):
-            choices: list[list[int]] = [[] for _ in range(tokens)]
             picked = _choices(plan, 0) if isinstance(plan, Groups) else []
-            for token, chosen in zip(entering, picked, strict=False):  # slots that are not filled come last
-                choices[token] = chosen
-            yield choices
+            found = dict(zip(entering, picked, strict=False))  # slots that are not filled come last
+            yield [found.get(token, []) for token in range(tokens)]
 
 
 def _choices(plan: Groups | Slots, row: int) -> list[list[int]]:
