@@ -51,9 +51,7 @@ def check_count(value: Any, name: str, minimum: int = 1, maximum: int = 2**31 - 
 def check_divides(part: int, whole: int, part_name: str, whole_name: str) -> int:
     """`part` must divide `whole`; returns the quotient."""
     if whole % part:
-        raise InvalidValueError(
-            f"{whole_name} {whole} is not divisible by {part_name} {part}: change one so that it is"
-        )
+        raise InvalidValueError(f"{whole_name} {whole} is not divisible by {part_name} {part}: change one of them")
     return whole // part
 
 

@@ -20,9 +20,7 @@ class NoTokenizer:
     end = -1
 
     def encode(self, text: str) -> list[int]:
-        raise InvalidValueError(
-            f"{text[:40]!r} is text, and the model has no tokenizer: give token ids, leave stop out"
-        )
+        raise InvalidValueError(f"{text[:40]!r} is text, and the model has no tokenizer: give token ids, and no stop")
 
     def decode(self, ids: Iterable[int]) -> str:  # noqa: ARG002
         return ""
@@ -95,9 +93,7 @@ def _read_prompt(model: Decoder, prompt: Any) -> Generation:
     if not ids:
         raise InvalidValueError("a prompt is empty: give at least one token")
     if len(ids) >= context:
-        raise InvalidValueError(
-            f"a prompt has {len(ids)} tokens, and the model's context is {context}: shorten it to leave room"
-        )
+        raise InvalidValueError(f"a prompt has {len(ids)} tokens, and the model's context is {context}: shorten it")
     return Generation(tokenizer.decode(ids) if text is None else text, ids)
 
 

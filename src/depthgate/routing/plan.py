@@ -79,15 +79,10 @@ class Slots(NamedTuple):
 
     def rows(self, batch: Tensor, slots: int) -> "Slots":
         """The plan of some rows of the batch (N,), cut to their first slots."""
-        return Slots(
-            self.tokens[batch, :, :slots],
-            self.gates[batch, :, :slots],
-            self.scores[batch],
-            self.decision[batch],
-            None if self.filled is None else self.filled[batch, :, :slots],
-            None if self.valid is None else self.valid[batch],
-            self.causal,
-        )
+        tokens, gates = self.tokens[batch, :, :slots], self.gates[batch, :, :slots]
+        filled = None if self.filled is None else self.filled[batch, :, :slots]
+        valid = None if self.valid is None else self.valid[batch]
+        return Slots(tokens, gates, self.scores[batch], self.decision[batch], filled, valid, self.causal)
 
     @property
     def chosen(self) -> Tensor:

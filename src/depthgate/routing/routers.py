@@ -123,9 +123,7 @@ class TopTokens(nn.Module):
         self.rule = rule_from(rule, dim, experts)
         self.sparse = scores_have_no_loss and scorer is None and experts == 1 and not across_experts
         if across_experts and isinstance(self.rule, Scores):
-            raise InvalidValueError(
-                "rule is 'scores', but log-probabilities are never above 0: use 'predictor' or 'threshold'"
-            )
+            raise InvalidValueError("rule is 'scores', but log-probabilities are never above 0: use 'predictor'")
 
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}"
@@ -307,9 +305,7 @@ class SoftSlots(nn.Module):
         """x (B, T, D); pos (B, T), negative at padding."""
         _check_call(x, self.dim, pos, None)
         if causal:
-            raise DepthgateError(
-                "Soft MoE mixes all tokens of a sequence and has no causal form: use MixtureOfExperts, or causal=False"
-            )
+            raise DepthgateError("Soft MoE mixes all tokens and has no causal form: use MixtureOfExperts instead")
         B, T, _ = x.shape
         valid = None if pos is None else pos >= 0
         with torch.autocast(x.device.type, enabled=False):

@@ -46,24 +46,19 @@ def adamw(
     """AdamW with groups of their own for routers, whose rate is `router_lr` times that of the others, and for what
     decays. With `graph_on`, a device, rates are numbers there, which a CUDA graph reads."""
     assert config.lr is not None
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    together: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, weight in weights.items():
-        groups.setdefault(("router" in name, decays(name, weight)), []).append(weight)
-    return torch.optim.AdamW(
-        [
-            {
-                "params": grouped,
-                "weight_decay": config.weight_decay if decaying else 0.0,
-                "scale": config.router_lr if router else 1.0,
-                "lr": torch.tensor(config.lr, device=graph_on) if graph_on else config.lr,
-            }
-            for (router, decaying), grouped in groups.items()
-        ],
-        lr=config.lr,
-        betas=(0.9, 0.95),
-        fused=True,
-        capturable=bool(graph_on),
-    )
+        together.setdefault(("router" in name, decays(name, weight)), []).append(weight)
+    groups = [
+        {
+            "params": alike,
+            "weight_decay": config.weight_decay if decaying else 0.0,
+            "scale": config.router_lr if router else 1.0,
+            "lr": torch.tensor(config.lr, device=graph_on) if graph_on else config.lr,
+        }
+        for (router, decaying), alike in together.items()
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, capturable=bool(graph_on))
 
 
 def rate(config: RunConfig, step: int) -> float:

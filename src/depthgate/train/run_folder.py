@@ -68,9 +68,7 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
                     _undo(path, new, before)
                 raise
     except OSError as error:
-        raise DepthgateError(
-            f"cannot write {run} ({error.strerror or error}): choose another folder with --out"
-        ) from error
+        raise DepthgateError(f"cannot write {run} ({error.strerror or error}): choose another --out") from error
 
 
 def _is_new(run: Path, path: Path) -> bool:
