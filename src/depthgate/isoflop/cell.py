@@ -134,7 +134,7 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
     """A process for each cell, so that one that dies harms no other, and a thread that waits for it."""
     context, stopping = get_context("forkserver"), threading.Event()
     context.set_forkserver_preload(["depthgate.isoflop.cell"])  # torch is loaded once
-    threads = max(1, len(os.sched_getaffinity(0)) // at_once)
+    threads = max(1, torch.get_num_threads() // at_once)
 
     def run(cell: Cell) -> Row:
         say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
