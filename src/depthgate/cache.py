@@ -24,7 +24,6 @@ class Store(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Places of a row."""
         return self.pos.shape[1] - 1
 
     @property

@@ -95,12 +95,10 @@ class ModelConfig(Options):
 
     @property
     def head_size(self) -> int:
-        """The width of a head."""
         return self.head_dim or check_divides(self.heads, self.dim, "heads", "dim")
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of every layer."""
         cycle = self.pattern.split(",")
         return tuple(cycle[i % len(cycle)] for i in range(self.layers))
 

@@ -54,7 +54,6 @@ class Sampling(Options):
 
     @property
     def stops(self) -> list[str]:
-        """All texts at which to end."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def most_tokens(self, room: int) -> tuple[int, str]:
@@ -62,7 +61,6 @@ class Sampling(Options):
         return min(self.max_new_tokens, room), "length" if self.max_new_tokens <= room else "context"
 
     def seeds(self, prompts: int) -> list[int]:
-        """The seed of each prompt."""
         seeds = [self.seed] * prompts if isinstance(self.seed, int) else list(self.seed)
         if len(seeds) != prompts:
             raise InvalidValueError(f"seed has {len(seeds)} numbers for {prompts} prompts: give one, or one for each")

@@ -55,7 +55,6 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """All pieces together."""
         return "".join(self.pieces)
 
     @property

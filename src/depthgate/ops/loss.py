@@ -85,15 +85,13 @@ def _distillation_and_gradient(
     log_p = (taught.to(dtype) / temperature).log_softmax(-1)
     log_q = (wide / temperature).log_softmax(-1)
     p = log_p.exp()
-    loss = (1 - text) * temperature**2 * (p * (log_p - log_q)).sum(-1)
-    grad = (1 - text) * temperature * (log_q.exp() - p)
-    if text:
-        norms = wide.logsumexp(-1, keepdim=True)
-        here = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-        loss = loss + text * (norms - wide.gather(1, targets.clamp(min=0)[:, None]))[:, 0]
-        grad = grad + text * ((wide - norms).exp() - here.to(dtype))
     kept = targets >= 0
-    return torch.where(kept, loss, 0.0).sum(), (grad * (kept / count)[:, None]).to(logits.dtype)
+    total = (1 - text) * temperature**2 * torch.where(kept, (p * (log_p - log_q)).sum(-1), 0.0).sum()
+    grad = (1 - text) * temperature * (log_q.exp() - p) * (kept / count)[:, None]
+    if text:
+        of_text, text_grad = _cross_entropy_and_gradient(wide, targets, count)
+        total, grad = total + text * of_text, grad + text * text_grad
+    return total, grad.to(logits.dtype)
 
 
 @cache

@@ -99,27 +99,19 @@ _grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
 _grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 
-@register_flop_formula(torch.ops.depthgate.grouped_mm)
-def _grouped_mm_flops(x: list[int], weight: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
+@register_flop_formula([torch.ops.depthgate.grouped_mm, torch.ops.depthgate.grouped_outer])
+def _flops(x: list[int], other: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
     """FLOPs as if every row had an expert: shapes cannot tell how many are skipped."""
-    return 2 * x[0] * x[1] * weight[2]
-
-
-@register_flop_formula(torch.ops.depthgate.grouped_outer)
-def _grouped_outer_flops(x: list[int], y: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
-    return 2 * x[0] * x[1] * y[1]
+    return 2 * x[0] * x[1] * other[-1]
 
 
 def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x (E, N, D), weight (E, D, F) -> (E, N, F): expert e's rows times its weight."""
-    if _in_huge_pages(weight) and not torch.compiler.is_compiling():
+    huge = weight.device.type == "cpu" and weight.nbytes >= _HUGE_BYTES and sys.platform == "linux"
+    if huge and not torch.compiler.is_compiling():
         x, weight = _cast(x, weight)
         return _HugePageMatmul.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
     return torch.bmm(x, weight)
-
-
-def _in_huge_pages(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.nbytes >= _HUGE_BYTES and sys.platform == "linux"
 
 
 def _empty_in_huge_pages(like: Tensor) -> Tensor:

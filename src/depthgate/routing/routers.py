@@ -178,7 +178,6 @@ class TopTokens(nn.Module):
         return Slots(chosen, gates, logits, decision, filled, valid, causal, None if slot is None else slot.mT)
 
     def _ranked(self, logits: Tensor) -> Tensor:
-        """The scores that tokens are ranked by."""
         return logits.log_softmax(-1) if self.across_experts else logits
 
     def _routed_scores(self, x: Tensor, chosen: Tensor, filled: Tensor | None, slot: Tensor | None) -> Tensor:

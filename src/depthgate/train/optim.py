@@ -84,7 +84,6 @@ def capacity(goal: float, step: int, falling_steps: int) -> float:
 
 
 def set_rate(optimizers: Optimizers, lr: float) -> None:
-    """Set the rate of all groups, times the scale of each."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             value = lr * group.get("scale", 1.0)
