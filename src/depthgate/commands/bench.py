@@ -33,7 +33,7 @@ class _Cached:
     """A model with its cache: one of our runs with our own, a Hugging Face model with that of transformers."""
 
     def __init__(self, model: Any) -> None:
-        self.ours = isinstance(model, LoadedDecoder)
+        self.model, self.ours = model, isinstance(model, LoadedDecoder)
         self.net = model if self.ours else model.model
         self.room = model.context if self.ours else self.net.config.max_position_embeddings
 
@@ -63,17 +63,16 @@ class _Cached:
 @torch.inference_mode()
 def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     """A row for each model, batch and context; for a wrong model, one that says so."""
-    models = {folder: open_model(folder, device) for folder in config.models.split(",")}
-    cached = {folder: _Cached(model) for folder, model in models.items()}
+    cached = {folder: _Cached(open_model(folder, device)) for folder in config.models.split(",")}
     room = min(each.room for each in cached.values())
     contexts = config.numbers("context") or [max(1, min(512, room - config.new_tokens))]
     if max(contexts) + config.new_tokens > room:
         new = f"{config.new_tokens} new tokens follow, but a model has room for {room}"
         raise InvalidValueError(f"context is {max(contexts)}, and {new}: ask for less of either")
-    texts = {folder: _text(config, model, max(contexts)) for folder, model in models.items()}
+    texts = {folder: _text(config, each.model, max(contexts)) for folder, each in cached.items()}
     rows: list[dict[str, Any]] = []
-    for folder, model in models.items():
-        if not _right(cached[folder], model, texts[folder], config):
+    for folder, each in list(cached.items()):
+        if not _right(each, texts[folder], config):
             rows.append({"model": folder, "error": "logits with and without a cache differ"})
             del cached[folder]
     for batch, context in product(config.numbers("batch"), contexts):
@@ -101,14 +100,14 @@ def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:
     return documents.read(starts[:, None] + torch.arange(context), places).to(model.device)
 
 
-def _right(cached: _Cached, model: LanguageModel, text: Tensor, config: BenchConfig) -> bool:
+def _right(cached: _Cached, text: Tensor, config: BenchConfig) -> bool:
     """True if logits with a cache are those without, in float32. The model is left in the dtype that is asked for."""
     dtype = next(cached.net.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     cast(cached.net, torch.float32)
     ids, right = text[:2, : _CHECKED[0]], True
     cached.read(ids)
     for _ in range(min(_CHECKED[1], config.new_tokens)):
-        wanted = model(ids, causal=True).logits[:, -1]
+        wanted = cached.model(ids, causal=True).logits[:, -1]
         right = right and bool((cached.logits - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
         ids = torch.cat([ids, cached.logits.argmax(-1)[:, None]], 1)
         cached.step()
