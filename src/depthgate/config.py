@@ -170,7 +170,7 @@ class TrainConfig(RunConfig):
     def with_vocab(self, vocab: int) -> "TrainConfig":
         """The configuration with the tokenizer's vocabulary; another one that was asked for is refused."""
         if self.model.vocab not in (ModelConfig.vocab, self.vocab, vocab):
-            raise InvalidValueError(f"model.vocab is {self.model.vocab}, but the tokenizer has {vocab}: leave it out")
+            raise InvalidValueError(f"model.vocab is {self.model.vocab}, but the tokenizer has {vocab} tokens: omit it")
         return replace(self, model=replace(self.model, vocab=vocab))
 
 
