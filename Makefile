@@ -29,7 +29,7 @@ PART ?= $(shell seq $(PARTS))
 
 test-gpu:
 	$(GPU_PYTHON) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'no CUDA device here')"
-	for part in $(PART); do PYTHONPATH=src GPU_PART=$$part/$(PARTS) $(GPU_PYTHON) -m pytest tests/gpu || exit 1; done
+	for part in $(PART); do PYTHONPATH=src:$$PYTHONPATH GPU_PART=$$part/$(PARTS) $(GPU_PYTHON) -m pytest tests/gpu || exit 1; done
 
 check: setup
 	$(BIN)/ruff format --check .
