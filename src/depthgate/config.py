@@ -8,6 +8,8 @@ from depthgate.options import DEVICES, Options, choice, count, number, option, p
 
 KINDS = ("dense", "mod", "moe", "mode", "random")
 ROUTED_KINDS = ("mod", "mode", "random")
+EXPERT_KINDS = ("moe", "mode")
+# The tables of routing.gates and routing.causal, for those that load no torch: a new name goes into both.
 GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # those that are 1 at a score of 0
 RULE_NAMES = ("scores", "predictor", "threshold")

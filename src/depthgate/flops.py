@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from depthgate.config import ROUTED_KINDS, ModelConfig
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 
 
 def budget(capacity: float, tokens: int) -> int:
@@ -87,7 +87,7 @@ def layer_cost(config: ModelConfig, kind: str, tokens: int) -> Cost:
     """One layer of a kind over one sequence of `tokens` tokens."""
     routed = kind in ROUTED_KINDS
     rows = budget(config.capacity, tokens) if routed else tokens
-    cost = _attention(config, rows) + _feed_forward(config, rows, kind in ("moe", "mode")) + Cost(2 * config.dim)
+    cost = _attention(config, rows) + _feed_forward(config, rows, kind in EXPERT_KINDS) + Cost(2 * config.dim)
     return cost + _router(config, tokens) if routed and kind != "random" else cost
 
 

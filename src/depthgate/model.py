@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from depthgate.config import ROUTED_KINDS, ModelConfig
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import swiglu_hidden
 from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
@@ -36,7 +36,7 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
         norm_eps=config.norm_eps,
     )
     ffn: nn.Module
-    if kind in ("moe", "mode"):
+    if kind in EXPERT_KINDS:
         ffn = MixtureOfExperts(
             dim,
             config.experts,

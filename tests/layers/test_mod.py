@@ -393,6 +393,15 @@ def test_staged_mode_is_mod_around_a_block_with_experts():
         assert int((inner.choice >= 0).sum()) == 2 * int(outer.chosen.sum())
 
 
+def test_any_update_can_be_routed():
+    """Feed-forwards too, each with the arguments that every Update takes."""
+    x = torch.randn(2, 8, D)
+    for update in (SwiGLU(D), MixtureOfExperts(D, 4), dg.SoftMoE(D, 2)):
+        routed, (plan, *_) = MoD(update, TopTokens(D, 0.5))(x, max_documents=1)
+        assert (routed[~plan.chosen[..., 0]] == 0).all()
+        assert (routed[plan.chosen[..., 0]] != 0).any()
+
+
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_empty_in_empty_out(shape):
     x = torch.randn(*shape, D)

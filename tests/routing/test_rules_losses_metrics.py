@@ -226,6 +226,13 @@ def test_update_thresholds_matches_routers_and_plans_in_order():
         update_thresholds(outer, plans[:1])
 
 
+def test_names_that_load_no_torch_are_those_of_the_tables():
+    from depthgate.config import GATE_NAMES, RULE_NAMES
+    from depthgate.routing import GATES, RULES
+
+    assert (set(GATE_NAMES), set(RULE_NAMES)) == (set(GATES), set(RULES))
+
+
 def test_gates_by_hand():
     s = torch.tensor([0.0, 1.0], requires_grad=True)
     from depthgate.routing import GATES

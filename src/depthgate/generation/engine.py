@@ -229,7 +229,7 @@ def _finish(tokens: list[int], tokenizer: TextTokenizer, stops: list[str]) -> st
 
 
 def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
-    """Every token of every request, searched or sampled."""
+    """Every token of every request, searched or sampled. Options are checked at once; computing waits for `next`."""
     for stop in sampling.stops:
         engine.tokenizer.encode(stop)  # a model without a tokenizer refuses text
     sampling.seeds(len(todo))

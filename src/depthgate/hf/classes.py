@@ -97,10 +97,10 @@ def install(model: Any) -> None:
     config, decoder = model.config, model.base_model
     routing = Routing.read(config.depthgate, config.num_hidden_layers)
     kind, layers = config.model_type.removeprefix(PREFIX), decoder_layers(model)
-    sparse = routing.rule != "scores"  # its loss reads the scores; those of other rules do not
+    no_loss = routing.rule != "scores"  # only the rule `scores` has a loss that reads them
     for i in routing.layers:
         layer = layers[i]
-        how = {"gate": routing.gate, "rule": routing.rule, "scores_have_no_loss": sparse}
+        how = {"gate": routing.gate, "rule": routing.rule, "scores_have_no_loss": no_loss}
         router = DepthRouter(config.hidden_size, routing.capacity, **how)  # type: ignore[arg-type]
         neutral(router)
         layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)

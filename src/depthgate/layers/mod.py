@@ -16,7 +16,8 @@ from depthgate.routing.routers import Scorer, TopTokens
 class MoD(nn.Module):
     """Equation 1 as an update: combine(block(dispatch(x))), over tokens that keep their own positions.
 
-    `block` is an Update. At capacity 1 and gate 1 this is the block itself, bit for bit.
+    `block` is an Update. At capacity 1 and gate 1 this is the block itself, bit for bit. A Decoder calls `add_to`,
+    which gives x plus the update and leaves the tokens that skip alone.
     """
 
     def __init__(self, block: nn.Module, router: TopTokens) -> None:

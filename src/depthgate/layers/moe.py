@@ -75,6 +75,7 @@ class MixtureOfExperts(nn.Module):
         cache: Any = None,  # noqa: ARG002
         causal: bool = False,
         plain: bool = False,
+        max_documents: int | None = None,  # noqa: ARG002
         *,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Plans]:

@@ -32,6 +32,7 @@ class SoftMoE(nn.Module):
         cache: Any = None,  # noqa: ARG002
         causal: bool = False,
         plain: bool = False,
+        max_documents: int | None = None,  # noqa: ARG002
         *,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Plans]:

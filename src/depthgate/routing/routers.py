@@ -88,8 +88,9 @@ def features(x: Tensor, valid: Tensor | None) -> Tensor:
 class TopTokens(nn.Module):
     """Each expert takes its k best tokens: Mixture-of-Depths with one expert, expert choice with several.
 
-    Score every token, decide causally, choose: k = max(1, floor(capacity * n)) of the n valid tokens of each document
-    by their scores; or, with `causal=True`, each token by the `rule` alone, so that counts differ from row to row.
+    Score every token; ask the causal rule, whose loss wants its answer in any case; choose. That is k = max(1,
+    floor(capacity * n)) of the n valid tokens of each document by their scores; or, with `causal=True`, each token by
+    the `rule` alone, so that counts differ from row to row.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
-"""Several processes as one (`torchrun ... -m depthgate train`): FSDP2 from outside the model.
+"""The model that is trained: compiled a few layers at a time, and split among processes by FSDP2, from outside.
 
-Each process holds a part of every weight and computes its own rows of each batch. Checkpoints are written and read by
-all together (see checkpoint.store), and any number of processes can go on with them.
+With several (`torchrun ... -m depthgate train`), each process holds a part of every weight and computes its own rows of
+each batch. Checkpoints are written and read by all together (see checkpoint.store), and any number of processes can go
+on with them.
 """
 
 import gc
@@ -83,8 +84,8 @@ def joined(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def like(tensor: Tensor, model: Tensor) -> Tensor:
-    """A whole tensor split as `model` is, on its device."""
-    if isinstance(model, DTensor) and tensor.shape == model.shape:
-        return distribute_tensor(tensor.to(model.device), model.device_mesh, model.placements)
-    return tensor.to(model.device)
+def like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A whole tensor split as another is, on its device."""
+    if isinstance(other, DTensor) and tensor.shape == other.shape:
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+    return tensor.to(other.device)

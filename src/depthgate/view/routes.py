@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgate.config import ROUTED_KINDS
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS
 from depthgate.data.batches import windows
 from depthgate.data.token_file import Documents
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
@@ -139,7 +139,7 @@ def read(model: LanguageModel, ids: Sequence[int]) -> Decisions:
     """The decisions of a model's routers and experts about a text, which is read a window at a time."""
     kinds = model.kinds
     layers = [RoutedLayer(i) for i, kind in enumerate(kinds, 1) if kind in ROUTED_KINDS]
-    experts = [ExpertLayer(i, *model.experts) for i, kind in enumerate(kinds, 1) if kind in ("moe", "mode")]
+    experts = [ExpertLayer(i, *model.experts) for i, kind in enumerate(kinds, 1) if kind in EXPERT_KINDS]
     found = Decisions(len(kinds), layers, experts=experts)
     for start in range(0, len(ids), model.context):
         part = ids[start : start + model.context]
@@ -164,7 +164,7 @@ def expert_choices(kinds: Sequence[str], plans: Sequence[Plan], tokens: int) -> 
         if isinstance(plan, Slots):
             entering = plan.chosen[0, :, 0].nonzero()[:, 0].tolist()
             plan = next(left) if kind == "mode" and plan.tokens.shape[-1] else None
-        if kind in ("moe", "mode"):
+        if kind in EXPERT_KINDS:
             picked = _choices(plan, 0) if isinstance(plan, Groups) else []
             found = dict(zip(entering, picked, strict=False))  # slots that are not filled come last
             yield [found.get(token, []) for token in range(tokens)]

@@ -10,6 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 import depthgate.view.page as pages
+from depthgate.config import ROUTED_KINDS
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.view.page import LARGEST, Html, Points, isolated, short
@@ -47,9 +48,10 @@ class Run:
         if isinstance(m, str):  # the folder of a Hugging Face model
             return short(m)
         try:
-            routed = f", capacity {m['capacity']:g}" if "mod" in str(m["pattern"]) or m["pattern"] == "random" else ""
-            return short(f"{m['layers']} x {m['dim']}, {m['pattern']}{routed}")
-        except (KeyError, TypeError, ValueError):
+            routed = {*m["pattern"].split(",")} & {*ROUTED_KINDS}
+            capacity = f", capacity {m['capacity']:g}" if routed else ""
+            return short(f"{m['layers']} x {m['dim']}, {m['pattern']}{capacity}")
+        except (AttributeError, KeyError, TypeError, ValueError):
             return "unknown"
 
     @property
