@@ -66,7 +66,9 @@ class _Parser(ArgumentParser):
         try:
             return super().parse_path(path, *args, **kwargs)
         except (DepthgateError, UnicodeDecodeError) as error:
-            raise DepthgateError(f"{path} is not a yaml file of options: {error}") from None
+            said = str(error) if len(str(error)) < 500 else f"{str(error)[:200]}..."
+            what = "" if said.startswith("Parser key") else " is not a yaml file of options"
+            raise DepthgateError(f"{path}{what}: {said}") from None
 
 
 def _verb_parser(config: type[Any]) -> ArgumentParser:

@@ -163,7 +163,9 @@ class TrainConfig(RunConfig):
     z_loss: float = number(1e-4, "[0, 1)", "weight of the loss that keeps the logits of experts small")
     capacity_steps: int = count(0, "steps over which the capacity falls from 1 to that of the model", minimum=0)
     cuda_graph: bool = option(True, "on cuda, record a step once and replay it as a CUDA graph, where it can be one")
-    max_documents: int | None = count(None, "most documents in a sequence; as many as the data needs unless given")
+    max_documents: int | None = count(
+        None, "most documents in a sequence, further ones are left out; as many as the data needs unless given"
+    )
 
     def check_together(self) -> None:
         super().check_together()
@@ -172,7 +174,9 @@ class TrainConfig(RunConfig):
     def with_vocab(self, vocab: int) -> "TrainConfig":
         """The configuration with the tokenizer's vocabulary; another one that was asked for is refused."""
         if self.model.vocab not in (ModelConfig.vocab, self.vocab, vocab):
-            raise InvalidValueError(f"model.vocab is {self.model.vocab}, but the tokenizer has {vocab} tokens: omit it")
+            raise InvalidValueError(
+                f"model.vocab is {self.model.vocab}, but the tokenizer has {vocab} tokens: leave it out"
+            )
         return replace(self, model=replace(self.model, vocab=vocab))
 
 
@@ -330,7 +334,9 @@ class BenchConfig(Options):
     models: str = required("folders of runs or of Hugging Face models, dense or converted, separated by commas")
     data: str | None = option(None, "text, as for depthgate train; what the first model's run held out unless given")
     batch: str | int = option("1,8", "numbers of sequences computed at once, separated by commas")
-    context: str | int | None = option(None, "tokens of each, separated by commas; 512 or what fits unless given")
+    context: str | int | None = option(
+        None, "tokens read of each sequence, separated by commas; 512 or what fits unless given"
+    )
     new_tokens: int = count(32, "tokens of each that are written")
     repeats: int = count(5, "how often the text is read")
     dtype: str = choice("auto", DTYPES, "float32, bfloat16, or auto: float32 on a CPU, else as a model is stored")

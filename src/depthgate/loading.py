@@ -76,7 +76,7 @@ def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = Non
         return Documents(tokenize(data, tokenizer))
     if is_hugging_face(Path(folder)):
         what = f"{folder} is a Hugging Face model, which has no held-out text"
-        raise InvalidValueError(f"{what}: name a text with --data, --text or --prompt")
+        raise InvalidValueError(f"{what}: name a text (--data; for view --text or --prompt)")
     home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
     try:
         asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))

@@ -6,20 +6,31 @@ from typing import Any
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import InvalidValueError
 
+
+def _model(**shape: int) -> dict[str, Any]:
+    return {f"model.{name}": value for name, value in shape.items()}
+
+
 _TINY = {
-    **{"model.dim": 96, "model.layers": 4, "model.heads": 3, "model.context": 256},
-    **{"batch": 8, "lr": 3e-3, "warmup": 20, "schedule_steps": 1000, "checkpoint_every": 10},
+    **_model(dim=96, layers=4, heads=3, context=256),
+    "batch": 8,
+    "lr": 3e-3,
+    "warmup": 20,
+    "schedule_steps": 1000,
+    "checkpoint_every": 10,
 }
 _124M = {
-    **{"model.vocab": 32768, "model.dim": 768, "model.layers": 12, "model.heads": 12, "model.context": 1024},
-    **{"tokenizer": "bpe", "vocab": 32768, "dtype": "bfloat16", "compile": True},
-    **{"batch": 32, "lr": 1e-3, "warmup": 200, "checkpoint_every": 500},
+    **_model(vocab=32768, dim=768, layers=12, heads=12, context=1024),
+    "tokenizer": "bpe",
+    "vocab": 32768,
+    "dtype": "bfloat16",
+    "compile": True,
+    "batch": 32,
+    "lr": 1e-3,
+    "warmup": 200,
+    "checkpoint_every": 500,
 }
-_1B = {
-    **_124M,
-    **{"model.dim": 2048, "model.layers": 16, "model.heads": 16, "model.kv_heads": 4, "model.context": 2048},
-    **{"batch": 8, "lr": 4e-4},
-}
+_1B = {**_124M, **_model(dim=2048, layers=16, heads=16, kv_heads=4, context=2048), "batch": 8, "lr": 4e-4}
 _MOD = {"model.pattern": "dense,mod", "model.capacity": 0.125}
 
 PRESETS: dict[str, dict[str, Any]] = {

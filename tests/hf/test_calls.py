@@ -69,7 +69,7 @@ def test_expert_logits_and_a_padding_mask_are_refused_together(kind):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 @torch.no_grad()
-def test_a_layer_that_nobody_enters_is_not_computed_and_stores_nothing(use_cache):
+def test_a_layer_that_no_token_enters_is_not_computed_and_stores_nothing(use_cache):
     model, ids = routed("llama"), tokens(2, 8)
     model.model.layers[0].depth_router.proj.bias.fill_(-1e3)
     calls = []

@@ -80,7 +80,7 @@ def test_a_routed_model_computes_with_weights_on_disk(tmp_path, rule):
         close(again(ids).logits, model(ids).logits)
 
 
-def test_a_layer_whose_forward_somebody_replaced_is_refused():
+def test_a_layer_whose_forward_was_replaced_is_refused():
     model = dense("llama")
     layer = model.model.layers[1]
     layer.forward = types.MethodType(type(layer).forward, layer)

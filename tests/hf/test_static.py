@@ -48,7 +48,7 @@ def test_pieces_of_any_length_give_the_logits_of_one_pass(kind, rule):
 
 
 @torch.no_grad()
-def test_a_prompt_that_nobody_enters_leaves_room_for_those_who_do():
+def test_a_prompt_of_which_no_token_enters_leaves_room_for_later_ones():
     model, ids = routed("llama"), tokens(2, 10)
     for layer in dg.hf.routed_layers(model):
         layer.depth_router.proj.bias.fill_(-1e3)

@@ -28,7 +28,9 @@ class Sampling(Options):
 
     temperature: float = number(1.0, "[0, inf)", "divides the logits; 0: the likeliest token, 1: as the model says")
     top_k: int | None = count(None, "sample among this many of the likeliest tokens, and those that tie with the last")
-    top_p: float | None = number(None, "(0, 1]", "sample among the likeliest tokens that reach this probability")
+    top_p: float | None = number(
+        None, "(0, 1]", "sample among the fewest likeliest tokens that together have this probability"
+    )
     min_p: float | None = number(None, "[0, 1]", "leave out tokens less likely than this share of the likeliest one")
     repetition_penalty: float = number(1.0, "(0, inf)", "above 1 makes tokens of prompt and text less likely")
     max_new_tokens: int = count(128, "tokens to add at most")

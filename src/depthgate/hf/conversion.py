@@ -228,7 +228,9 @@ def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: s
         # What is not among the weights, such as the kind of positions, shows in the logits.
         ids = torch.arange(min(_SAVED_PROBE, model.config.max_position_embeddings))[None] % model.config.vocab_size
         with torch.compiler.set_stance("force_eager"):
-            same = same and torch.equal(loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+            pair = loaded(ids, use_cache=False).logits, model(ids, use_cache=False).logits
+        apart = TOLERANCE[model.dtype]
+        same = same and torch.allclose(*pair, rtol=apart, atol=apart, equal_nan=True)
         routing = [getattr(each.config, "depthgate", None) for each in (loaded, model)]
         if not same or routing[0] != routing[1]:
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")

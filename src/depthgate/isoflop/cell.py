@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from importlib import import_module
 from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -107,12 +108,19 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
     return {
-        **{"loss": found["nats_per_token_top_k"], "loss_causal": found["nats_per_token"]},
-        **{"bits_per_byte": found["bits_per_byte"], "held_out": held_out, "train_loss": last["loss"]},
-        **{"flops": last["flops"], "passes": last["tokens"] / len(shards.train)},
+        "loss": found["nats_per_token_top_k"],
+        "loss_causal": found["nats_per_token"],
+        "bits_per_byte": found["bits_per_byte"],
+        "held_out": held_out,
+        "train_loss": last["loss"],
+        "flops": last["flops"],
+        "passes": last["tokens"] / len(shards.train),
         "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken)),
-        **{"seconds": last["seconds"], "routed_share": shares, "agreement": found["agreement"]},
-        **{"measured_tokens": found["tokens"], "device": training.device},
+        "seconds": last["seconds"],
+        "routed_share": shares,
+        "agreement": found["agreement"],
+        "measured_tokens": found["tokens"],
+        "device": training.device,
         "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
     }
 
@@ -138,7 +146,8 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
 
     def run(cell: Cell) -> Row:
         say(f"{cell.name}: {cell.training.steps:,} steps, {cell.params:,} weights")
-        process = context.Process(target=_in_process, args=(cell, config, threads, at_once == 1))
+        failure, told = context.Pipe(duplex=False)
+        process = context.Process(target=_in_process, args=(cell, config, threads, at_once == 1, told))
         process.start()
         while process.is_alive() and not stopping.is_set():
             process.join(0.2)
@@ -150,9 +159,8 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
             raise KeyboardInterrupt
         if process.exitcode == 0 and (row := finished(cell)):
             return row
-        lines = text_file(cell, "error").read_text().strip().splitlines() if process.exitcode == 1 else []
         died = f"its process died (exit code {process.exitcode}): it may need more memory"
-        raise DepthgateError(lines[-1] if lines else died)
+        raise DepthgateError(failure.recv() if failure.poll() else died)
 
     pool = ThreadPoolExecutor(at_once)
     try:
@@ -162,9 +170,9 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
         pool.shutdown(cancel_futures=True)
 
 
-def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool) -> None:
-    """Run a cell as all that a process does: its exit code and the cell's files tell the rest. It saves and stops when
-    the process of the study is gone."""
+def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool, told: Connection) -> None:
+    """Run a cell as all that a process does: its exit code, the cell's files and what it says of a failure tell the
+    rest. It saves and stops when the process of the study is gone."""
 
     def watch() -> None:
         if study := parent_process():
@@ -176,7 +184,8 @@ def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool) ->
         run_cell(cell, config, threads, alone)
     except KeyboardInterrupt:
         os._exit(130)
-    except Exception:
+    except Exception as error:
+        told.send(str(error) if isinstance(error, DepthgateError) else f"{type(error).__name__}: {error}")
         os._exit(1)
 
 
@@ -184,7 +193,7 @@ def _installed(launcher: str, extra: str) -> Any:
     try:
         return import_module(launcher)
     except ImportError:
-        raise DepthgateError(f"{launcher} is missing: pip install 'depthgate[{extra}]'") from None
+        raise DepthgateError(f"launcher {launcher} is missing: pip install 'depthgate[{extra}]'") from None
 
 
 @contextmanager

@@ -75,11 +75,21 @@ class Cell:
         model, t = self.training.model, self.training
         tokens = t.steps * t.batch * model.context
         return {
-            **{"cell": self.name, "budget": self.budget, "variant": self.variant, "params": self.params},
-            **{"layers": model.layers, "dim": model.dim, "pattern": model.pattern},
+            "cell": self.name,
+            "budget": self.budget,
+            "variant": self.variant,
+            "params": self.params,
+            "layers": model.layers,
+            "dim": model.dim,
+            "pattern": model.pattern,
             "capacity": model.capacity if model.routed else 1.0,
-            **{"flops_per_token": self.flops / tokens, "tokens": tokens, "steps": t.steps},
-            **{"batch": t.batch, "context": model.context, "lr": t.lr, "seed": self.seed},
+            "flops_per_token": self.flops / tokens,
+            "tokens": tokens,
+            "steps": t.steps,
+            "batch": t.batch,
+            "context": model.context,
+            "lr": t.lr,
+            "seed": self.seed,
         }
 
 

@@ -35,17 +35,36 @@ TITLE = "depthgate isoflop: models at equal training FLOPs"
 _LOSS = "causal loss, nats per token"
 # Columns of the tables: heading -> name in a row.
 _SHAPE = {
-    **{"variant": "variant", "budget": "budget", "layers": "layers", "width": "dim", "parameters": "params"},
-    **{"FLOPs per token": "flops_per_token", "tokens": "tokens", "steps": "steps", "lr": "lr"},
+    "variant": "variant",
+    "budget": "budget",
+    "layers": "layers",
+    "width": "dim",
+    "parameters": "params",
+    "FLOPs per token": "flops_per_token",
+    "tokens": "tokens",
+    "steps": "steps",
+    "lr": "lr",
 }
 _CELL = {
-    **{**_SHAPE, "seed": "seed", "causal loss": "loss_causal", "top-k loss": "loss", "bits per byte": "bits_per_byte"},
-    **{"FLOPs": "flops", "routed": "routed_share", "seconds": "seconds"},
+    **_SHAPE,
+    "seed": "seed",
+    "causal loss": "loss_causal",
+    "top-k loss": "loss",
+    "bits per byte": "bits_per_byte",
+    "FLOPs": "flops",
+    "routed": "routed_share",
+    "seconds": "seconds",
 }
 _BEST = {
-    **{"variant": "variant", "budget": "budget", "best loss": "loss", "its interval": "loss_interval"},
-    **{"best size": "lowest", "parameters": "params", "their interval": "params_interval"},
-    **{"forward FLOPs per token": "forward_flops_per_token", "open because": "open_because"},
+    "variant": "variant",
+    "budget": "budget",
+    "best loss": "loss",
+    "its interval": "loss_interval",
+    "best size": "lowest",
+    "parameters": "params",
+    "their interval": "params_interval",
+    "forward FLOPs per token": "forward_flops_per_token",
+    "open because": "open_because",
 }
 _SHOWN = 768  # tokens of the coloured text
 _PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue

@@ -124,7 +124,7 @@ class TopTokens(nn.Module):
         self.rule = rule_from(rule, dim, experts)
         self.sparse = scores_have_no_loss and scorer is None and experts == 1 and not across_experts
         if across_experts and isinstance(self.rule, Scores):
-            raise InvalidValueError("rule is 'scores', but log-probabilities are never above 0: use 'predictor'")
+            raise InvalidValueError("rule is 'scores', but log-probabilities are never above 0: use 'threshold'")
 
     def extra_repr(self) -> str:
         return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}"
