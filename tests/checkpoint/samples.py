@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from depthgate.checkpoint import store as checkpoint
 from depthgate.errors import DepthgateError, DepthgateWarning
@@ -73,6 +74,29 @@ def refuses(folder: Path, *words: str) -> None:
     with pytest.warns(DepthgateWarning, match=r"is loaded instead") as warned:
         assert whole(checkpoint.load(folder.parent)) == 1
     assert folder.name in str(warned[0].message)
+
+
+def keeps_weights_or_refuses(folder: Path, files: list[str], data: st.DataObject) -> None:
+    """Damage any of the files of a checkpoint of the value 2 anywhere: it is read as it was, or refused."""
+    name = data.draw(st.sampled_from(files))
+    before = (folder / name).read_bytes()
+    begin = data.draw(st.integers(0, len(before)))
+    end = data.draw(st.integers(begin, min(len(before), begin + 16)))
+    damage = before[:begin] + data.draw(st.binary(max_size=16)) + before[end:]
+    forged = data.draw(st.booleans()) and name != "manifest.json"
+    manifest = (folder / "manifest.json").read_bytes()
+    try:
+        (folder / name).write_bytes(damage)
+        if forged:  # hashes that fit: what is read may then differ, but only as data, or it is refused
+            forge(folder)
+        try:
+            found = checkpoint.read_folder(folder)
+        except DepthgateError:
+            return
+        assert forged or whole(found) == 2
+    finally:
+        (folder / "manifest.json").write_bytes(manifest)
+        (folder / name).write_bytes(before)
 
 
 def flip(path: Path, at: int, bit: int = 1) -> None:

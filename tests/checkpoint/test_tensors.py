@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint import tensors as tensor_files
 from depthgate.errors import DepthgateError
-from tests.checkpoint.samples import CONFIG, Evil, content, flip, forge, refuses, same, whole
+from tests.checkpoint.samples import CONFIG, Evil, content, flip, forge, keeps_weights_or_refuses, refuses, same
 
 MODEL = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 ALL_FILES = [*MODEL, "optimizer-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors"]
@@ -118,25 +118,7 @@ def test_truncated_longer_empty_and_missing_files(two, name):
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_never_gives_other_weights(two, data):
-    name = data.draw(st.sampled_from(ALL_FILES))
-    before = (two / name).read_bytes()
-    begin = data.draw(st.integers(0, len(before)))
-    end = data.draw(st.integers(begin, min(len(before), begin + 16)))
-    damage = before[:begin] + data.draw(st.binary(max_size=16)) + before[end:]
-    forged = data.draw(st.booleans())
-    manifest = (two / "manifest.json").read_bytes()
-    try:
-        (two / name).write_bytes(damage)
-        if forged:  # hashes that fit: what is read may then differ, but only as data, or it is refused
-            forge(two)
-        try:
-            found = checkpoint.read_folder(two)
-        except DepthgateError:
-            return
-        assert forged or whole(found) == 2
-    finally:
-        (two / "manifest.json").write_bytes(manifest)
-        (two / name).write_bytes(before)
+    keeps_weights_or_refuses(two, ALL_FILES, data)
 
 
 def place(**changes):
