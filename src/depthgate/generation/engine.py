@@ -1,5 +1,6 @@
-"""Generation: `prefill` reads the prompts with the causal choice, `step` adds a token to every row; rows that finish
-leave the batch."""
+"""Generation, from the token ids of prompts (`text.read_prompts`) to a stream of events. `decode` lets the engine read
+the prompts with the causal choice (`prefill`) and picks a token for every row from the logits (`sampling.pick`); then
+`step` reads that token and the next is picked. Rows that finish leave the batch."""
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields, replace

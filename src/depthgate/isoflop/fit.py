@@ -91,6 +91,11 @@ class Verdict:
     extrapolated: bool = False  # that loss is reached at training FLOPs outside the budgets of the study
     no_interval: str = ""  # why the gain has no interval
 
+    @property
+    def significant(self) -> bool:
+        """True unless the interval of the gain holds 0."""
+        return not (self.gain_interval and self.gain_interval[0] <= 0 <= self.gain_interval[1])
+
 
 def parabolas(params: Sequence[float], losses: Tensor) -> Tensor:
     """(N, sizes) losses at these sizes -> (N, 3): at, low and bend of the least-squares parabolas
