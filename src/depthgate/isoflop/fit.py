@@ -92,9 +92,9 @@ class Verdict:
     no_interval: str = ""  # why the gain has no interval
 
     @property
-    def significant(self) -> bool:
-        """True unless the interval of the gain holds 0."""
-        return not (self.gain_interval and self.gain_interval[0] <= 0 <= self.gain_interval[1])
+    def gain_may_be_zero(self) -> bool:
+        """True if the gain has an interval, and 0 lies in it: the difference is not significant."""
+        return self.gain_interval is not None and self.gain_interval[0] <= 0 <= self.gain_interval[1]
 
 
 def parabolas(params: Sequence[float], losses: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def in_words(verdict: Verdict) -> str:
         return f"{start}: no verdict, {verdict.refused}."
     lower, sure = "lower" if verdict.gain >= 0 else "higher", verdict.gain_interval
     gain = f"{start}: best loss {abs(verdict.gain):.2%} {lower}{_between(sure, 'gain', '.2%')}"
-    if not verdict.significant:
+    if verdict.gain_may_be_zero:
         return f"{gain}: the difference is not significant."
     parts, about = [gain], "" if sure else "as an estimate alone, "
     if not sure:
