@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SoftMoE, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SoftMoE, SwiGLU
 
 # How far a right answer may be, as a share of the norm of what it should be.
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
@@ -87,12 +87,12 @@ def mod(layer: MoD, x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-def _swiglu_expert(layer: MixtureOfExperts, e: int, x: Tensor) -> Tensor:
+def _swiglu_expert(layer: MoE, e: int, x: Tensor) -> Tensor:
     gate, up = (x @ layer.experts.up[e]).chunk(2, -1)
     return gate * torch.sigmoid(gate) * up @ layer.experts.down[e]
 
 
-def token_choice(layer: MixtureOfExperts, x: Tensor, top_k: int) -> Tensor:
+def token_choice(layer: MoE, x: Tensor, top_k: int) -> Tensor:
     """Token by token: the probability of each of its `top_k` best experts, times that expert."""
     out = []
     for token in x.flatten(0, 1):
@@ -104,7 +104,7 @@ def token_choice(layer: MixtureOfExperts, x: Tensor, top_k: int) -> Tensor:
     return torch.stack(out).view_as(x)
 
 
-def expert_choice(layer: MixtureOfExperts, x: Tensor, capacity: float) -> Tensor:
+def expert_choice(layer: MoE, x: Tensor, capacity: float) -> Tensor:
     """Row by row and expert by expert: its k most probable tokens, each weighted by that probability."""
     rows = []
     for row in x:

@@ -22,7 +22,7 @@ import answers
 import measure
 from depthgate.device import count_flops, interleaved
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SoftMoE, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SoftMoE, SwiGLU
 from depthgate.routing import TopTokens
 
 _WARMUP = 3
@@ -59,9 +59,9 @@ def _cases(dim: int, config: argparse.Namespace) -> Iterator[_Case]:
     mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
     yield _Case("dense MLP", "dense MLP", mlp, mlp)
     top_k = min(2, config.experts)
-    tokens = MixtureOfExperts(dim, config.experts, top_k)
+    tokens = MoE(dim, config.experts, top_k)
     yield _Case("MoE token choice", "dense MLP", tokens, partial(answers.token_choice, tokens, top_k=top_k))
-    experts = MixtureOfExperts(dim, config.experts, top_k, "experts")
+    experts = MoE(dim, config.experts, top_k, "experts")
     share = top_k / config.experts
     yield _Case("MoE expert choice", "dense MLP", experts, partial(answers.expert_choice, experts, capacity=share))
     soft = SoftMoE(dim, config.experts, max(1, config.seq // config.experts))

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from depthgate.device import count_flops, interleaved, machine
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.routing import TopTokens
 
 
@@ -63,7 +63,7 @@ def test_a_whole_block_and_its_mod_by_hand() -> None:
 
 def test_mixture_of_experts_by_hand() -> None:
     B, T, D, E, K, hidden = 2, 8, 16, 4, 2, 24
-    layer = MixtureOfExperts(D, E, K, hidden=hidden)
+    layer = MoE(D, E, K, hidden=hidden)
     router, experts = 2 * B * T * D * E, 2 * B * T * K * 3 * D * hidden
     assert count_flops(lambda: layer(torch.randn(B, T, D))) == router + experts
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import depthgate as dg
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.routing import Plan, TopTokens, causal_bce, load_balance, z_loss
 from depthgate.routing.plan import Groups, Slots
 
@@ -40,7 +40,7 @@ LAYERS = {
     "moe tokens": lambda: dg.MixtureOfExperts(D, 4, null_experts=1, shared_experts=1),
     "moe experts": lambda: dg.MixtureOfExperts(D, 4, choice="experts"),
     "soft moe": lambda: dg.SoftMoE(D, 3, 2),
-    "staged mode": lambda: MoD(_block(MixtureOfExperts(D, 4)), TopTokens(D, 0.5)),
+    "staged mode": lambda: MoD(_block(MoE(D, 4)), TopTokens(D, 0.5)),
 }
 
 

@@ -8,11 +8,12 @@ _HOMES = {
     "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),
     "depthgate.generation.engine": ("generate", "stream"),
-    "depthgate.drop_in": ("MixtureOfDepths",),
-    "depthgate.layers": ("MixtureOfExperts", "SoftMoE"),
+    "depthgate.drop_in": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
     "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
     "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
+    "depthgate.recording": ("record",),
+    "depthgate.routing.training": ("set_loss_scale",),
     "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -26,22 +27,24 @@ if TYPE_CHECKING:
     from depthgate import view as view
     from depthgate.config import ModelConfig as ModelConfig
     from depthgate.drop_in import MixtureOfDepths as MixtureOfDepths
+    from depthgate.drop_in import MixtureOfExperts as MixtureOfExperts
+    from depthgate.drop_in import SoftMoE as SoftMoE
     from depthgate.encoders import MoDEncoder as MoDEncoder
     from depthgate.encoders import SoftMoEBlock as SoftMoEBlock
     from depthgate.encoders import SoftMoEEncoder as SoftMoEEncoder
     from depthgate.errors import DepthgateError as DepthgateError
     from depthgate.generation.engine import generate as generate
     from depthgate.generation.engine import stream as stream
-    from depthgate.layers import MixtureOfExperts as MixtureOfExperts
-    from depthgate.layers import SoftMoE as SoftMoE
     from depthgate.loading import load as load
     from depthgate.model import Decoder as Decoder
+    from depthgate.recording import record as record
     from depthgate.routing import Groups as Groups
     from depthgate.routing import Slots as Slots
     from depthgate.routing import Soft as Soft
     from depthgate.routing import SoftSlots as SoftSlots
     from depthgate.routing import TopExperts as TopExperts
     from depthgate.routing import TopTokens as TopTokens
+    from depthgate.routing.training import set_loss_scale as set_loss_scale
 
 __all__ = ["__version__", *sorted(_HOME), *_MODULES]
 

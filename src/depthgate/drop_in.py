@@ -1,28 +1,41 @@
-"""`MixtureOfDepths`: Mixture-of-Depths around other people's blocks, which add their own residual."""
+"""Layers that drop into other people's models: tensor in, tensor out, with routers that train by themselves.
 
+    vit.blocks[1] = dg.MixtureOfDepths(vit.blocks[1], 192, capacity=0.5)
+    vit.blocks[2].mlp = dg.SoftMoE(192, num_experts=16)
+
+Two things are causal or not, each by itself: the choice of the tokens (`causal=True` decides each from itself alone, by
+the rule), and the block (its own attention). A causal model needs both.
+"""
+
+import warnings
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from depthgate.errors import InvalidValueError, check_count
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SoftMoE, SwiGLU
+from depthgate.errors import DepthgateWarning, InvalidValueError, check_count
+from depthgate.flops import budget
+from depthgate.gathering import Arguments, rows_of
+from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
+from depthgate.layers import SoftMoE as SoftMoEUpdate
 from depthgate.layers.mod import SoftMoD
-from depthgate.ops.rows import check_tokens, masked_positions
+from depthgate.ops.rows import check_per_token, check_tokens, masked_positions, plain_positions
+from depthgate.recording import RecordedPlans
 from depthgate.routing.gates import Gate
-from depthgate.routing.plan import Plan, Plans, Slots, Soft
+from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
+from depthgate.routing.training import RouterTraining
 
 
 class MixtureOfDepths(nn.Module):
     """Mixture-of-Depths around any module that maps (B, T, D) to (B, T, D) and has its own residual.
 
-        y, plans = MixtureOfDepths(nn.TransformerEncoderLayer(64, 4, batch_first=True), 64, capacity=0.25)(x)
+        y = MixtureOfDepths(nn.TransformerEncoderLayer(64, 4, batch_first=True), 64, capacity=0.25)(x)
 
     Of each row's n valid tokens the max(1, floor(capacity * n)) with the best scores go through `block`; every other
-    token stays as it is, bit for bit. A routed token moves from x (gate 0) to the block's result (gate 1).
+    token stays as it is, bit for bit. A routed token moves from x (gate 0) to the block's result (gate 1). In training
+    mode the router's losses join the backward pass, and its threshold moves, by themselves.
 
     With a mask or `causal=True` rows route different numbers of tokens. A block that takes a padding mask gets them in
     one call, the shorter rows filled up with zeros (`padding_keyword`). Any other block is called once for each number,
@@ -38,97 +51,170 @@ class MixtureOfDepths(nn.Module):
         *,
         gate: str | Gate = "one_plus_tanh",
         rule: str | nn.Module = "scores",
-        per_token: Collection[str] | None = None,
+        keep: int = 0,
+        per_token: Collection[str] = (),
+        per_pair: Collection[str] = (),
+        shared: Collection[str] = (),
         padding_keyword: str | None = None,
         always_call: bool = False,
+        losses: str | None = "backward",
+        rule_loss: float = 0.01,
+        balance_loss: float = 0.01,
+        z_loss: float = 0.001,
     ) -> None:
         """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
         rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.causal).
-        per_token: names of the block's keywords that travel with the tokens; unless given, shapes tell.
-        padding_keyword: the block's keyword for a (B, k) mask, True at padding; known for nn.TransformerEncoderLayer.
+        keep: the first tokens of each row that are always routed, such as class and register tokens.
+        per_token, per_pair, shared: names of the block's other arguments that are tensors. Those per token, such as
+            (B, T, ...), (1, T, ...) or (T, ...), are gathered as x is; those per pair of tokens, (T, T), (B, T, T),
+            (B, 1, T, T) or (B, H, T, T), on both axes; shared ones are handed on as they are. Arguments of torch's
+            transformer layers (src_mask, memory, ...), of timm's (attn_mask) and of transformers' (attention_mask,
+            position_ids, position_embeddings, encoder_hidden_states, ...) are known.
+        padding_keyword: the block's keyword for a (B, k) mask, True at padding; known for torch's layers.
         always_call: call the block, for one empty slot, where a causal choice takes no token: processes that share its
             weights (FSDP2) would else wait for each other. With gradients that is so in any case.
+        losses: "backward" puts the router's losses into the backward pass; None leaves them to the caller.
+        rule_loss, z_loss: their weights, 0 for none. balance_loss is there for the sake of one set of options: a single
+            expert has nothing to balance.
         """
         super().__init__()
         self.dim = check_count(dim, "dim")
-        _check_block(block)
-        if isinstance(getattr(block, "_orig_mod", block), nn.TransformerEncoderLayer):  # compiled, perhaps
-            padding_keyword = padding_keyword or "src_key_padding_mask"
-        if padding_keyword is not None and (not isinstance(padding_keyword, str) or not padding_keyword.isidentifier()):
-            raise InvalidValueError(f"padding_keyword is {padding_keyword!r}: it must be the name of a keyword")
-        if per_token is not None and (
-            isinstance(per_token, str | bytes)
-            or not isinstance(per_token, Collection)
-            or not all(isinstance(name, str) for name in per_token)
-        ):
-            raise InvalidValueError(f"per_token is {per_token!r}: it must be a list of names, such as ['pos']")
         self.router = TopTokens(dim, capacity, gate=gate, rule=rule)
+        self.keep = check_count(keep, "keep", minimum=0)
+        _check_block(block)
         self.block = block
-        self.per_token = None if per_token is None else frozenset({*per_token, padding_keyword or ""})
-        self.padding_keyword = padding_keyword
         self.always_call = always_call
+        self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
+        self._arguments = Arguments(block, padding_keyword, per_token=per_token, per_pair=per_pair, shared=shared)
+        self._tried_looking_ahead = False
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the block as well: containers read some, as nn.TransformerEncoder does `self_attn`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or name == "block":
+                raise
+            return getattr(self.block, name)
+
+    @property
+    def capacity(self) -> float:
+        """Share of the tokens that are routed."""
+        return self.router.capacity
 
     def forward(
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, **kwargs: Any
-    ) -> tuple[Tensor, Plans]:
-        """x (B, T, D); mask (B, T), True at real tokens; causal, decide by the causal rule instead of the top k.
+        self,
+        x: Tensor,
+        *args: Any,
+        mask: Tensor | None = None,
+        keep: Tensor | None = None,
+        causal: bool = False,
+        return_plans: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """x (B, T, D); mask (B, T), True at real tokens; keep (B, T), True at tokens to route whatever their score;
+        causal, decide by the causal rule instead of the top k. Other arguments go to the block.
 
-        Other keywords go to the block. Tensors of shape (B, T, ...) or (1, T, ...), alone or within tuples, lists and
-        dicts, are per token and travel with the tokens; everything else is handed on as it is. Where a shape may
-        deceive (a memory as long as x, a (T, T) mask when B = T), name the per-token ones in `per_token`.
+        Returns y (B, T, D), or (y, plans) with `return_plans=True`.
         """
+        if x.is_nested:  # nn.TransformerEncoder makes such tensors in evaluation
+            return self._nested(x, args, mask, keep, causal, return_plans, kwargs)
+        if self.block is self:
+            raise InvalidValueError("block is this layer itself: give it another block")
         check_tokens(x, self.dim)
+        named = self._arguments.named(args, kwargs)
+        mask = self._arguments.joined_mask(mask, named, x)
         pos = None if mask is None else masked_positions(mask, x)
-        plan = self.router(x, pos, causal, fewest_slots=int(self.always_call))
-        if x.numel() == 0 or plan.tokens.shape[-1] == 0:
-            return x, (plan,)
-        nested = isinstance(self.block, MixtureOfDepths)
-        if plan.filled is None or nested or self.padding_keyword is not None:
-            return self._through_block(x, plan, kwargs)
+        plan = self.router(x, pos, causal, keep=self._kept(x, mask, keep), fewest_slots=int(self.always_call))
+        if causal:
+            self._warn_if_block_looks_ahead(x, named)
+        y = self._through_block(x, plan, named) if x.numel() and plan.tokens.shape[-1] else x
+        y = self.router_training(y, plan, self.router)
+        return (y, RecordedPlans((plan,))) if return_plans else y
+
+    def _nested(self, x: Tensor, args: Any, mask: Any, keep: Any, causal: bool, return_plans: bool, kwargs: Any) -> Any:
+        """The same for a nested tensor, whose rows differ in length."""
+        if mask is not None or keep is not None:
+            raise InvalidValueError("x is nested, with rows of different lengths: give it no mask and no keep")
+        lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
+        padded = torch.nested.to_padded_tensor(x, 0.0)
+        mask = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
+        y, plans = self(padded, *args, mask=mask, causal=causal, return_plans=True, **kwargs)
+        y = torch._nested_tensor_from_mask(y, mask)
+        return (y, plans) if return_plans else y
+
+    def _kept(self, x: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None:
+        """(B, T) bool: tokens to route whatever their score; None if there are none."""
+        if keep is not None:
+            check_per_token(keep, x, "keep", torch.bool)
+        if self.keep == 0:
+            return keep
+        T, k = x.shape[1], budget(self.capacity, x.shape[1])
+        if self.keep > k:
+            raise InvalidValueError(
+                f"keep is {self.keep}, but capacity {self.capacity} takes {k} of {T} tokens: raise it, or keep fewer"
+            )
+        first = (plain_positions(x) if mask is None else mask.cumsum(1) - 1) < self.keep
+        return first if keep is None else first | keep
+
+    def _through_block(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
+        """x with its routed tokens taken through the block."""
+        if plan.filled is None or self._arguments.padding is not None:
+            return self._one_call(x, plan, named)
         y = x
-        inner: Plans = ()
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
         # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
         called_empty = [0] if torch.is_grad_enabled() or self.always_call else []
-        for k in counts[counts > 0].unique().tolist() or called_empty:
+        for k in sorted({*counts.tolist()} - {0}) or called_empty:
             batch = (counts == k).nonzero()[:, 0]
             part = plan.rows(batch, max(k, 1))
             part = part._replace(filled=None) if k else part
-            rows, plans = self._through_block(x[batch], part, _for_rows(kwargs, batch, x))
+            rows = self._one_call(x[batch], part, rows_of(named, batch, len(x)))
             y = y.to(rows.dtype).index_copy(0, batch, rows)
-            inner += plans[1:]
-        return y, (plan, *inner)
+        return y
 
-    def _through_block(self, x: Tensor, plan: Slots, kwargs: dict[str, Any]) -> tuple[Tensor, Plans]:
+    def _one_call(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
         rows = plan.dispatch(x, fill=0)[:, 0]
-        moving = {k: v for k, v in kwargs.items() if self.per_token is None or k in self.per_token}
-        kwargs = {**kwargs, **_for_tokens(moving, plan, x)}
-        if isinstance(self.block, MixtureOfDepths):
-            kwargs["causal"] = plan.causal
-            kwargs["mask"] = None if plan.filled is None else plan.filled[:, 0]
-        elif self.padding_keyword is not None and plan.filled is not None:
-            kwargs[self.padding_keyword] = _padding(plan.filled[:, 0], kwargs.get(self.padding_keyword))
-        out = self.block(rows, **kwargs)
-        inner: Plans = ()
-        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):  # a block that routes, too
-            out, inner = out
-        self._check_result(out, inner, rows, plan.causal)
-        return plan.merge(x, out[:, None]), (plan, *inner)
+        return plan.merge(x, self._block(rows, self._arguments.gathered(named, plan, x))[:, None])
 
-    @staticmethod
-    def _check_result(out: Any, inner: Plans, rows: Tensor, causal: bool) -> None:
+    def _block(self, rows: Tensor, named: dict[str, Any]) -> Tensor:
+        out = self.block(rows, **named)
+        if isinstance(out, tuple) and len(out) == 1:
+            (out,) = out
         if not isinstance(out, Tensor) or out.shape != rows.shape or not out.is_floating_point():
             got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise InvalidValueError(
                 f"block returned {got} for an input of shape {tuple(rows.shape)}: "
                 "it must return a floating tensor of the same shape, with its own residual"
             )
-        if not all(isinstance(plan, Plan) for plan in inner):
-            raise InvalidValueError("block returned a tuple: it must return a tensor, or a tensor and a tuple of plans")
-        if causal and any(isinstance(plan, Soft) or not getattr(plan, "causal", True) for plan in inner):
-            raise InvalidValueError(
-                "block routes by the top k, or by Soft MoE, within a causal call, which would leak the future: "
-                "let it decide causally, or call without causal=True"
+        return out
+
+    @torch.no_grad()
+    def _warn_if_block_looks_ahead(self, x: Tensor, named: dict[str, Any]) -> None:
+        """Try once, on the first two tokens: does a change of the second change the block's result for the first?"""
+        if self._tried_looking_ahead or torch.compiler.is_compiling() or x.shape[0] == 0 or x.shape[1] < 2:
+            return
+        self._tried_looking_ahead = True
+        modes = {module: module.training for module in self.block.modules()}
+        B, T = x.shape[:2]
+        tokens = torch.arange(2, device=x.device).expand(B, 1, 2)
+        scores = x.new_zeros(B, T, 1, dtype=torch.float32)
+        two = Slots(tokens, torch.ones_like(tokens, dtype=torch.float32), scores, scores)
+        named = self._arguments.gathered(named, two, x)
+        rows = x[:, :2].nan_to_num()
+        try:
+            self.block.eval()  # no dropout
+            other = torch.cat((rows[:, :1], -rows[:, 1:] - 1), 1)
+            before, after = self._block(rows, named)[:, 0], self._block(other, named)[:, 0]
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        if not torch.allclose(before, after, rtol=1e-3, atol=1e-4, equal_nan=True):
+            warnings.warn(
+                f"causal=True chooses tokens causally, but the block, a {type(self.block).__name__}, looks at later "
+                "tokens: give it a causal mask (is_causal=True), or do not count on causality",
+                DepthgateWarning,
+                stacklevel=3,
             )
 
 
@@ -136,52 +222,76 @@ def _check_block(block: Any) -> None:
     """Refuse what would be silently wrong: an Update (its result lacks the residual), and tokens before batch."""
     if not isinstance(block, nn.Module):
         raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
-    if isinstance(block, Block | MoD | SoftMoD | MixtureOfExperts | SoftMoE | SwiGLU | Attention):
+    if isinstance(block, MixtureOfDepths):
+        raise InvalidValueError(
+            "block is a MixtureOfDepths itself: route once, with the product of both capacities "
+            f"(capacity={block.capacity} of some tokens are few enough to take at once)"
+        )
+    if isinstance(block, Block | MoD | SoftMoD | MoE | SoftMoEUpdate | SwiGLU | Attention):
         raise InvalidValueError(
             f"block is a {type(block).__name__}, which returns an update without the residual: use depthgate.layers.MoD"
         )
     layers = block.layers if isinstance(block, nn.TransformerEncoder) else [block]
-    if any(isinstance(layer, nn.TransformerEncoderLayer) and not layer.self_attn.batch_first for layer in layers):
+    torch_layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
+    if any(isinstance(layer, torch_layers) and not layer.self_attn.batch_first for layer in layers):
         raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
 
 
-def _padding(filled: Tensor, given: Any) -> Tensor:
-    """filled (B, k) -> padding (B, k), True (or -inf) at empty slots, joined with what was given. A row of empty slots
-    alone looks at them, which are zeros: its result is thrown away, and looking at nothing would be 0/0."""
-    empty = ~filled & filled.any(1, keepdim=True)
-    if given is None:
-        return empty
-    if not isinstance(given, Tensor) or given.shape != filled.shape:
-        got = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        raise InvalidValueError(f"the block's padding mask is {got}: it must be a tensor of shape (batch, tokens)")
-    return given.masked_fill(empty, -torch.inf if given.is_floating_point() else True)
+class MixtureOfExperts(MoE):
+    """A feed-forward of which each token uses a part; an update, without the residual: y = x + layer(x).
+
+    choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
+    choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts).
+    In training mode the router's losses join the backward pass, and thresholds move, by themselves.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        top_k: int = 2,
+        choice: str = "tokens",
+        null_experts: int = 0,
+        *,
+        hidden: int | None = None,
+        shared_experts: int = 0,
+        capacity: float | None = None,
+        rule: str | nn.Module | None = None,
+        losses: str | None = "backward",
+        rule_loss: float = 0.01,
+        balance_loss: float = 0.01,
+        z_loss: float = 0.001,
+    ) -> None:
+        """hidden: width of an expert (default 8/3 of dim). shared_experts: always on, together one SwiGLU that is so
+        many times as wide. rule: how `causal=True` decides where experts choose: threshold (default) or predictor.
+        losses: "backward" puts the router's losses into the backward pass; None leaves them to the caller.
+        rule_loss, balance_loss, z_loss: their weights, 0 for none; each where the choice has such a loss.
+        """
+        more: dict[str, Any] = {"hidden": hidden, "shared_experts": shared_experts, "capacity": capacity, "rule": rule}
+        super().__init__(dim, num_experts, top_k, choice, null_experts, **more)
+        self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, return_plans: bool = False
+    ) -> Any:
+        """x (B, T, D); mask (B, T), True at real tokens; causal, experts decide token by token by their rule.
+        Returns the update (B, T, D), or (update, plans) with `return_plans=True`."""
+        update, plans = super().forward(x, causal=causal, mask=mask)
+        update = self.router_training(update, plans[0], self.router)
+        return (update, RecordedPlans(plans)) if return_plans else update
 
 
-def _per_token(value: Any, x: Tensor) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.ndim >= 2
-        and value.shape[0] in (1, x.shape[0])
-        and value.shape[1] == x.shape[1]
-    )
+class SoftMoE(SoftMoEUpdate):
+    """A fully differentiable feed-forward by slots; an update, without the residual: y = x + layer(x).
 
+    Experts are GELU networks with biases, four times as wide as `dim` unless `hidden` says otherwise. The router needs
+    no loss. Mixes all tokens of a row: not for causal models.
+    """
 
-def _for_tokens(kwargs: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any]:
-    """Per-token tensors gathered as the tokens are; the rest untouched."""
-
-    def gather(value: Any) -> Any:
-        if not _per_token(value, x):
-            return value
-        return plan.dispatch(value.expand(x.shape[0], *value.shape[1:]), fill=0)[:, 0]
-
-    return pytree.tree_map(gather, kwargs) if kwargs else kwargs
-
-
-def _for_rows(kwargs: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any]:
-    """Every tensor of the batch's length, cut to some of its rows."""
-
-    def cut(value: Any) -> Any:
-        rows = isinstance(value, Tensor) and value.ndim >= 1 and value.shape[0] == x.shape[0]
-        return value[batch] if rows else value
-
-    return pytree.tree_map(cut, kwargs) if kwargs else kwargs
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *, mask: Tensor | None = None, return_plans: bool = False
+    ) -> Any:
+        """x (B, T, D); mask (B, T), True at real tokens; padding gets an update of 0.
+        Returns the update (B, T, D), or (update, plans) with `return_plans=True`."""
+        update, plans = super().forward(x, mask=mask)
+        return (update, RecordedPlans(plans)) if return_plans else update

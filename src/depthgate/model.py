@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import swiglu_hidden
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing import Plans, RandomScorer, TopTokens
@@ -37,7 +37,7 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
     )
     ffn: nn.Module
     if kind in EXPERT_KINDS:
-        ffn = MixtureOfExperts(
+        ffn = MoE(
             dim,
             config.experts,
             config.top_k,

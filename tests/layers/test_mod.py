@@ -8,7 +8,7 @@ from torch import nn
 
 import depthgate as dg
 from depthgate.drop_in import MixtureOfDepths
-from depthgate.layers import Attention, Block, MixtureOfExperts, MoD, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.ops.rows import masked_positions
 from depthgate.routing import RULES, TopTokens, update_thresholds
 from tests.conftest import close
@@ -379,7 +379,7 @@ def test_a_block_that_routes_hands_its_plans_on():
 
 # 12. Staged MoDE by composition: the experts see routed tokens only.
 def test_staged_mode_is_mod_around_a_block_with_experts():
-    moe = MixtureOfExperts(D, 4, top_k=2)
+    moe = MoE(D, 4, top_k=2)
     layer = MoD(block(ffn=moe), TopTokens(D, 0.25))
     x = torch.randn(2, 16, D)
     update, (plan, inner) = layer(x)

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from depthgate.layers import Experts, MixtureOfExperts, SoftMoE
+from depthgate.layers import Experts, MoE, SoftMoE
 from depthgate.routing import TopExperts
 from tests.conftest import close
 
@@ -46,7 +46,7 @@ def by_tokens(layer, x, valid):
 @pytest.mark.parametrize("null", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_token_choice_equals_the_loop(top_k, null, dtype):
-    layer = MixtureOfExperts(D, 4, top_k=top_k, null_experts=null).to(dtype)
+    layer = MoE(D, 4, top_k=top_k, null_experts=null).to(dtype)
     x = torch.randn(2, 9, D, dtype=dtype, requires_grad=True)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 5:] = False
@@ -62,7 +62,7 @@ def test_token_choice_equals_the_loop(top_k, null, dtype):
 
 
 def test_a_null_expert_adds_exactly_nothing():
-    layer = MixtureOfExperts(D, 2, top_k=1, null_experts=1)
+    layer = MoE(D, 2, top_k=1, null_experts=1)
     with torch.no_grad():
         layer.router.proj.weight.zero_()
         layer.router.proj.weight[2, 0] = 1.0
@@ -78,7 +78,7 @@ def test_a_null_expert_adds_exactly_nothing():
 
 def test_unused_and_overfull_experts():
     """One expert gets every token and the others none: dropless, and zero gradients for the idle."""
-    layer = MixtureOfExperts(D, 3, top_k=1)
+    layer = MoE(D, 3, top_k=1)
     with torch.no_grad():
         layer.router.proj.weight.zero_()
         layer.router.proj.weight[1, 0] = 1.0
@@ -95,7 +95,7 @@ def test_unused_and_overfull_experts():
 
 @pytest.mark.parametrize("null", [0, 2])
 def test_expert_choice_equals_the_loop(null):
-    layer = MixtureOfExperts(D, 4, top_k=2, choice="experts", null_experts=null).double()
+    layer = MoE(D, 4, top_k=2, choice="experts", null_experts=null).double()
     x = torch.randn(2, 10, D, dtype=torch.float64)
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[1, 7:] = False
@@ -111,7 +111,7 @@ def test_expert_choice_equals_the_loop(null):
 
 
 def test_expert_choice_in_causal_mode_uses_its_threshold():
-    layer = MixtureOfExperts(D, 4, choice="experts")
+    layer = MoE(D, 4, choice="experts")
     x = torch.randn(2, 32, D)
     layer.router.update(layer(x)[1][0])
     y, (plan,) = layer(x, causal=True)
@@ -122,7 +122,7 @@ def test_expert_choice_in_causal_mode_uses_its_threshold():
 
 
 def test_the_shared_expert_is_always_on():
-    layer = MixtureOfExperts(D, 2, top_k=1, null_experts=1, shared_experts=2)
+    layer = MoE(D, 2, top_k=1, null_experts=1, shared_experts=2)
     x = torch.randn(2, 5, D)
     with_shared, _ = layer(x)
     shared, layer.shared = layer.shared, None
@@ -139,14 +139,14 @@ def test_the_shared_expert_is_always_on():
 
 def test_rows_of_a_moe_are_independent():
     x = torch.randn(3, 8, D)
-    for layer in (MixtureOfExperts(D, 4), MixtureOfExperts(D, 4, choice="experts"), SoftMoE(D, 4)):
+    for layer in (MoE(D, 4), MoE(D, 4, choice="experts"), SoftMoE(D, 4)):
         together = layer(x)[0]
         for b in range(3):
             close(layer(x[b : b + 1])[0], together[b : b + 1])
 
 
 def test_token_choice_is_causal_and_permutation_equivariant():
-    layer = MixtureOfExperts(D, 4, null_experts=1)
+    layer = MoE(D, 4, null_experts=1)
     x = torch.randn(2, 8, D)
     y = layer(x)[0]
     close(torch.cat([layer(x[:, t : t + 1])[0] for t in range(8)], 1), y)
@@ -229,7 +229,7 @@ def test_the_router_of_token_choice_breaks_ties_by_expert():
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
 def test_empty_in_empty_out(shape):
     x = torch.randn(*shape, D)
-    for layer in (MixtureOfExperts(D, 4), MixtureOfExperts(D, 4, choice="experts"), SoftMoE(D, 4)):
+    for layer in (MoE(D, 4), MoE(D, 4, choice="experts"), SoftMoE(D, 4)):
         y, plans = layer(x)
         assert y.shape == x.shape
         assert len(plans) == 1

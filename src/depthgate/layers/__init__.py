@@ -13,7 +13,7 @@ from depthgate.layers.attention import Attention
 from depthgate.layers.block import Block
 from depthgate.layers.ffn import Experts, SwiGLU
 from depthgate.layers.mod import MoD
-from depthgate.layers.moe import MixtureOfExperts
+from depthgate.layers.moe import MoE
 from depthgate.layers.soft_moe import SoftMoE
 
-__all__ = ["Attention", "Block", "Experts", "MixtureOfExperts", "MoD", "SoftMoE", "SwiGLU"]
+__all__ = ["Attention", "Block", "Experts", "MoD", "MoE", "SoftMoE", "SwiGLU"]

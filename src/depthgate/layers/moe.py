@@ -17,7 +17,7 @@ from depthgate.routing.plan import Plans
 from depthgate.routing.routers import TopExperts, TopTokens
 
 
-class MixtureOfExperts(nn.Module):
+class MoE(nn.Module):
     """A feed-forward of which each token uses a part. Returns the update, without the residual.
 
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.

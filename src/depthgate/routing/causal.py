@@ -82,9 +82,9 @@ class Threshold(nn.Module):
         return scores.detach() - self.threshold.to(scores.dtype)
 
     @torch.no_grad()
-    def update(self, scores: Tensor, valid: Tensor | None, capacity: float) -> None:
+    def update(self, scores: Tensor, valid: Tensor | None, capacity: float, unless: Tensor | None = None) -> None:
         """Move towards the k-th best of all valid scores (B, T, E) of the batch, k = `budget(capacity, valid)`.
-        A batch without a valid, finite k-th score moves nothing. No host sync."""
+        A batch without a valid, finite k-th score moves nothing, nor does one with `unless` true. No host sync."""
         if scores.numel() == 0:
             return
         flat = scores.detach().flatten(0, 1)  # (B*T, E)
@@ -97,6 +97,8 @@ class Threshold(nn.Module):
         last = (k - 1).clamp(min=0).expand(1, flat.shape[1])
         kth = flat.sort(dim=0, descending=True).values.gather(0, last)[0]  # (E,); an index would be a host sync
         usable = kth.isfinite().all() & (count > 0)
+        if unless is not None:
+            usable = usable & ~unless
         average = self.decay * self.average + (1 - self.decay) * kth.to(self.average.dtype)
         weight = self.decay * self.weight + (1 - self.decay)
         self.average.copy_(torch.where(usable, average, self.average))

@@ -32,6 +32,10 @@ class Slots(NamedTuple):
     causal: bool = False  # chosen by the causal rule instead of the top k
     slot: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none: the inverse of `tokens`, where known
 
+    def __repr__(self) -> str:
+        how = "causal choice" if self.causal else "top k"
+        return _summary("Slots", f"{how}, experts {self.scores.shape[-1]}", self.chosen.any(-1), self.valid)
+
     def dispatch(self, x: Tensor, fill: int | None = None) -> Tensor:
         """x (B, T, ...) -> (B, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
         B, E, C = self.tokens.shape
@@ -111,6 +115,11 @@ class Groups(NamedTuple):
     scores: Tensor  # (B, T, E + null) fp32 logits of the router
     valid: Tensor | None = None  # (B, T) bool; None: no padding
 
+    def __repr__(self) -> str:
+        null = self.scores.shape[-1] - self.ends.shape[0]
+        experts = f"experts {self.ends.shape[0]}, null experts {null}, experts a token {self.gates.shape[-1]}"
+        return _summary("Groups", experts, self.computed.any(-1), self.valid)
+
     @property
     def complete(self) -> bool:
         """True if every row surely has an expert: no padding, no null experts. Known without looking at the data."""
@@ -144,6 +153,12 @@ class Soft(NamedTuple):
     scores: Tensor  # (B, T, E, C) fp32 logits of the router
     valid: Tensor | None = None  # (B, T) bool; None: no padding
 
+    def __repr__(self) -> str:
+        B, T, E, C = self.into.shape
+        return _summary(
+            "Soft", f"experts {E}, slots an expert {C}", self.into.new_ones(B, T, dtype=torch.bool), self.valid
+        )
+
     def dispatch(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> (B, E, C, D): slot inputs, D^T X."""
         B, T, E, C = self.into.shape
@@ -156,6 +171,12 @@ class Soft(NamedTuple):
         """rows (B, E, C, D) -> update (B, T, D): C Y."""
         B, T, E, C = self.back.shape
         return torch.bmm(self.back.reshape(B, T, E * C).to(rows.dtype), rows.reshape(B, E * C, rows.shape[-1]))
+
+
+def _summary(kind: str, what: str, routed: Tensor, valid: Tensor | None) -> str:
+    """One line: the kind of plan, tokens in, tokens routed (B, T), share. Padding does not count."""
+    tokens, many = (routed.numel(), routed.sum()) if valid is None else (valid.sum(), (routed & valid).sum())
+    return f"{kind}({what}, {int(tokens)} tokens in, {int(many)} routed, share {int(many) / max(1, int(tokens)):.3g})"
 
 
 Plan = Slots | Groups | Soft

@@ -204,10 +204,11 @@ class TopTokens(nn.Module):
         # Shares are rounded down, but each document gets one token at least.
         return choose(ranked, valid, doc, self.capacity, min(T, k + max_documents - 1))
 
-    def update(self, plan: Slots) -> None:
-        """After a training step: move the rule's threshold by what this plan's scores were, where it has one."""
+    def update(self, plan: Slots, unless: Tensor | None = None) -> None:
+        """After a training step: move the rule's threshold by what this plan's scores were, where it has one.
+        unless: a bool on the device; where it is true, nothing moves."""
         if isinstance(self.rule, Threshold):
-            self.rule.update(self._ranked(plan.scores), plan.valid, self.capacity)
+            self.rule.update(self._ranked(plan.scores), plan.valid, self.capacity, unless)
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:

@@ -1,0 +1,92 @@
+"""Plans of every routed layer of any model, while it runs: `record`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from torch import nn
+
+from depthgate import view
+from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.routing.plan import Plan, Plans
+from depthgate.routing.routers import SoftSlots, TopExperts, TopTokens
+from depthgate.routing.training import in_backward
+
+
+class RecordedPlans(Sequence[Plan]):
+    """Plans of one pass or more, in the order of the layers: `plans[0]`, or `plans["blocks.1"]` by the layer's name."""
+
+    def __init__(self, plans: Plans = (), model: nn.Module | None = None) -> None:
+        self.names = [""] * len(plans)
+        self._plans = list(plans)
+        self._model = model
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "RecordedPlans":
+        assert self._model is not None
+        routers = [(n, m) for n, m in self._model.named_modules() if isinstance(m, TopTokens | TopExperts | SoftSlots)]
+        if not routers:
+            raise DepthgateError(f"no layer of this {type(self._model).__name__} routes: there is nothing to record")
+        for name, router in routers:
+            layer = name.rpartition(".")[0]
+            self._hooks.append(router.register_forward_hook(lambda *call, layer=layer: self._note(layer, call[-1])))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _note(self, layer: str, plan: Plan) -> None:
+        if not in_backward():  # activation checkpointing runs a layer again there
+            self.names.append(layer)
+            self._plans.append(plan)
+
+    @overload
+    def __getitem__(self, at: int | str) -> Plan: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[Plan]: ...
+    def __getitem__(self, at: int | str | slice) -> Plan | Sequence[Plan]:
+        plans = self._recorded()
+        if not isinstance(at, str):
+            return plans[at]
+        if at not in self.names:
+            raise DepthgateError(f"no plan of {at!r}: there are those of {', '.join(map(repr, self.names))}")
+        return plans[self.names.index(at)]
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self._plans)
+
+    def __repr__(self) -> str:
+        named = (f"{name}: {plan!r}" if name else repr(plan) for name, plan in zip(self.names, self, strict=True))
+        return "\n".join(named) or "no plans"
+
+    def _recorded(self) -> list[Plan]:
+        if not self._plans:
+            raise DepthgateError(
+                "no plan was recorded: call the model inside `with dg.record(model) as plans:`; a compiled model "
+                "records nothing unless it is recorded before its first call"
+            )
+        return self._plans
+
+    def plot(self, **options: Any) -> Any:
+        """A matplotlib figure of what the pass computed: see `depthgate.view.plot` for the options."""
+        return view.plot(self._recorded(), names=self.names, **options)
+
+    def save_page(self, path: str | Path, **options: Any) -> None:
+        """The same as one self-contained HTML page: see `depthgate.view.save_page` for the options."""
+        view.save_page(self._recorded(), path, names=self.names, **options)
+
+
+def record(model: nn.Module) -> RecordedPlans:
+    """The plans of every routed layer of any model, while it is used as a context.
+
+    with dg.record(model) as plans:
+        model(x)
+    plans[0], plans["blocks.1"], plans.names; plans.plot(); plans.save_page("page.html")
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(f"model is a {type(model).__name__}: record needs an nn.Module")
+    return RecordedPlans(model=model)

@@ -1,0 +1,136 @@
+"""Routers that train by themselves, in training loops that know nothing of plans.
+
+Losses go into the backward pass of a layer's result, each exactly once, with any kind of activation checkpointing;
+thresholds move once in a forward pass, and not again when a checkpoint runs it a second time.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_number
+from depthgate.routing.losses import causal_bce, load_balance, z_loss
+from depthgate.routing.plan import Groups, Plan, Slots
+from depthgate.routing.routers import TopTokens
+
+
+def in_backward() -> bool:
+    """True within a backward pass, where activation checkpointing runs layers a second time."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.library.custom_op("depthgate::in_backward", mutates_args=())
+def _in_backward(like: Tensor) -> Tensor:
+    """`in_backward` of the moment when compiled code runs, on the device of another tensor."""
+    return torch.full((), in_backward(), device=like.device)
+
+
+@_in_backward.register_fake
+def _(like: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.bool, device=like.device)
+
+
+def with_loss(y: Tensor, loss: Tensor | None, then: Callable[[], None] | None = None) -> Tensor:
+    """y as it is; when a gradient comes back through it, `loss` adds its own to the backward pass, and `then` is
+    called."""
+    return _WithLoss.apply(y, loss, then)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithLoss(torch.autograd.Function):
+    """With a hook of y instead, torch 2.11 compiles a graph out of order."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.then = then
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (loss,) = ctx.saved_tensors
+        if ctx.then is not None:
+            ctx.then()
+        return grad, None if loss is None else torch.ones_like(loss), None
+
+
+def router_loss(plan: Plan, rule: float, balance: float, z: float) -> Tensor | None:
+    """The weighted sum of the losses that a plan of this kind has; None if it has none, or all weights are 0.
+
+    rule: `causal_bce`, of a top-k plan whose causal rule learns from a loss. balance: `load_balance`, of token choice.
+    z: `z_loss`, of Slots and Groups.
+    """
+    parts = []
+    if rule and isinstance(plan, Slots) and not plan.causal and plan.decision.requires_grad:
+        parts.append(rule * causal_bce(plan))
+    if balance and isinstance(plan, Groups):
+        parts.append(balance * load_balance(plan))
+    if z and isinstance(plan, Slots | Groups):
+        parts.append(z * z_loss(plan))
+    return torch.stack(parts).sum() if parts else None
+
+
+class RouterTraining(nn.Module):
+    """The part of a drop-in layer that trains its router, in training mode. Has no parameters and no state."""
+
+    def __init__(self, losses: str | None, rule_loss: float, balance_loss: float, z_loss: float) -> None:
+        super().__init__()
+        if losses not in ("backward", None):
+            raise InvalidValueError(f"losses is {losses!r}: it must be 'backward', or None to add them by hand")
+        given = {"rule": rule_loss, "balance": balance_loss, "z": z_loss}
+        weights = {name: check_number(weight, f"{name}_loss", "[0, 1e9)") for name, weight in given.items()}
+        self.weights = weights if losses else dict.fromkeys(weights, 0.0)
+        self.scale: Tensor | None = None  # of the main loss, where `set_loss_scale` has told it
+        self._warned = False
+
+    def forward(self, y: Tensor, plan: Plan, router: nn.Module) -> Tensor:
+        """y (B, T, D), the layer's result, with the losses of its plan in its backward pass."""
+        if not self.training:
+            return y
+        if isinstance(router, TopTokens) and isinstance(plan, Slots):
+            if torch.compiler.is_compiling():
+                router.update(plan, unless=_in_backward(y))
+            elif not in_backward():
+                router.update(plan)
+        if not torch.is_grad_enabled() or not y.requires_grad:
+            return y
+        loss = router_loss(plan, **self.weights)
+        if loss is None:
+            return y
+        if self.scale is not None:
+            loss = loss * self.scale
+        elif not torch.compiler.is_compiling():
+            self._warn_of_fp16(y.device.type)
+        return with_loss(y, loss)
+
+    def _warn_of_fp16(self, device: str) -> None:
+        fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
+        if fp16 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient scaler: "
+                "call dg.set_loss_scale(model, scaler.get_scale()) before each step",
+                DepthgateWarning,
+                stacklevel=2,
+            )
+
+
+def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
+    """Tell the drop-in layers of a model by what the main loss is multiplied before its backward pass, from now on.
+
+        dg.set_loss_scale(model, 1 / 4)                    # before (loss / 4).backward() of each of four parts
+        dg.set_loss_scale(model, scaler.get_scale() / 4)   # before scaler.scale(loss / 4).backward(), in every step
+
+    Their routers' losses are then multiplied alike. Call it before the forward pass.
+    """
+    layers = [module for module in model.modules() if isinstance(module, RouterTraining)]
+    if not layers:
+        raise DepthgateError(
+            f"this {type(model).__name__} has no drop-in layer of depthgate: there is nothing to scale"
+        )
+    if not isinstance(scale, Tensor):
+        scale = torch.tensor(check_number(scale, "scale", "(0, 1e30)"), device="cpu")
+    for layer in layers:
+        layer.scale = scale.detach().float()
