@@ -43,7 +43,7 @@ def test_generated_code_gathers_what_the_layer_before_has_scattered():
 
     def both(x):
         for layer in layers:
-            x = layer(x)[0]
+            x = layer(x)
         return x
 
     y = both(x)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import depthgate as dg
-from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SoftMoE, SwiGLU
 from depthgate.routing import Plan, TopTokens, causal_bce, load_balance, z_loss
 from depthgate.routing.plan import Groups, Slots
 
@@ -26,6 +26,17 @@ class TwoMoD(nn.Module):
         return x, plans
 
 
+class DepthsWithPlans(dg.MixtureOfDepths):
+    """MixtureOfDepths that returns its plans too; losses are added by hand."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, losses=None, **options)
+
+    def forward(self, x, **call):
+        y, plans = super().forward(x, return_plans=True, **call)
+        return y, tuple(plans)
+
+
 def _block(ffn=None, dropout=0.0):
     return Block(D, Attention(D, 2), ffn or SwiGLU(D), dropout)
 
@@ -34,12 +45,12 @@ LAYERS = {
     "mod": lambda: TwoMoD(),
     "mod predictor": lambda: TwoMoD(rule="predictor"),
     "mod threshold": lambda: TwoMoD(rule="threshold"),
-    "mixture of depths": lambda: dg.MixtureOfDepths(
+    "mixture of depths": lambda: DepthsWithPlans(
         nn.TransformerEncoderLayer(D, 2, 32, batch_first=True, dropout=0.0), D, 0.5
     ),
-    "moe tokens": lambda: dg.MixtureOfExperts(D, 4, null_experts=1, shared_experts=1),
-    "moe experts": lambda: dg.MixtureOfExperts(D, 4, choice="experts"),
-    "soft moe": lambda: dg.SoftMoE(D, 3, 2),
+    "moe tokens": lambda: MoE(D, 4, null_experts=1, shared_experts=1),
+    "moe experts": lambda: MoE(D, 4, choice="experts"),
+    "soft moe": lambda: SoftMoE(D, 3, 2),
     "staged mode": lambda: MoD(_block(MoE(D, 4)), TopTokens(D, 0.5)),
 }
 

@@ -86,7 +86,7 @@ class MixtureOfDepths(nn.Module):
         self.always_call = always_call
         self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
         self._arguments = Arguments(block, padding_keyword, per_token=per_token, per_pair=per_pair, shared=shared)
-        self._tried_looking_ahead = False
+        self._watched = False  # True after the first causal call
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the block as well: containers read some, as nn.TransformerEncoder does `self_attn`."""
@@ -117,7 +117,7 @@ class MixtureOfDepths(nn.Module):
 
         Returns y (B, T, D), or (y, plans) with `return_plans=True`.
         """
-        if x.is_nested:  # nn.TransformerEncoder makes such tensors in evaluation
+        if isinstance(x, Tensor) and x.is_nested:  # nn.TransformerEncoder makes such tensors in evaluation
             return self._nested(x, args, mask, keep, causal, return_plans, kwargs)
         if self.block is self:
             raise InvalidValueError("block is this layer itself: give it another block")
@@ -126,8 +126,6 @@ class MixtureOfDepths(nn.Module):
         mask = self._arguments.joined_mask(mask, named, x)
         pos = None if mask is None else masked_positions(mask, x)
         plan = self.router(x, pos, causal, keep=self._kept(x, mask, keep), fewest_slots=int(self.always_call))
-        if causal:
-            self._warn_if_block_looks_ahead(x, named)
         y = self._through_block(x, plan, named) if x.numel() and plan.tokens.shape[-1] else x
         y = self.router_training(y, plan, self.router)
         return (y, RecordedPlans((plan,))) if return_plans else y
@@ -175,7 +173,10 @@ class MixtureOfDepths(nn.Module):
 
     def _one_call(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
         rows = plan.dispatch(x, fill=0)[:, 0]
-        return plan.merge(x, self._block(rows, self._arguments.gathered(named, plan, x))[:, None])
+        named = self._arguments.gathered(named, plan, x)
+        if plan.causal and rows.shape[1] > 1 and not self._watched and not torch.compiler.is_compiling():
+            return plan.merge(x, self._watched_block(rows, named, plan)[:, None])
+        return plan.merge(x, self._block(rows, named)[:, None])
 
     def _block(self, rows: Tensor, named: dict[str, Any]) -> Tensor:
         out = self.block(rows, **named)
@@ -189,33 +190,44 @@ class MixtureOfDepths(nn.Module):
             )
         return out
 
-    @torch.no_grad()
-    def _warn_if_block_looks_ahead(self, x: Tensor, named: dict[str, Any]) -> None:
-        """Try once, on the first two tokens: does a change of the second change the block's result for the first?"""
-        if self._tried_looking_ahead or torch.compiler.is_compiling() or x.shape[0] == 0 or x.shape[1] < 2:
-            return
-        self._tried_looking_ahead = True
-        modes = {module: module.training for module in self.block.modules()}
-        B, T = x.shape[:2]
-        tokens = torch.arange(2, device=x.device).expand(B, 1, 2)
-        scores = x.new_zeros(B, T, 1, dtype=torch.float32)
-        two = Slots(tokens, torch.ones_like(tokens, dtype=torch.float32), scores, scores)
-        named = self._arguments.gathered(named, two, x)
-        rows = x[:, :2].nan_to_num()
-        try:
-            self.block.eval()  # no dropout
-            other = torch.cat((rows[:, :1], -rows[:, 1:] - 1), 1)
-            before, after = self._block(rows, named)[:, 0], self._block(other, named)[:, 0]
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        if not torch.allclose(before, after, rtol=1e-3, atol=1e-4, equal_nan=True):
+    def _watched_block(self, rows: Tensor, named: dict[str, Any], plan: Slots) -> Tensor:
+        """The block's result in the first causal call, with a warning if the gradient of a row's first token, or what
+        is known of torch's layers, shows that the block looks at later ones."""
+        self._watched = True
+        arguments, grad = self._arguments, torch.is_grad_enabled()
+        if arguments.torch_layer or torch.is_inference_mode_enabled() or _is_sharded(self.block):
+            out, ahead = self._block(rows, named), arguments.torch_layer and not arguments.has_mask(named)
+        else:
+            with torch.enable_grad():
+                watched = rows if rows.requires_grad else rows.detach().requires_grad_()
+                out = self._block(watched, named)
+                ahead = _first_sees_later(out, watched, plan)
+            out = out if grad else out.detach()
+        if ahead:
             warnings.warn(
                 f"causal=True chooses tokens causally, but the block, a {type(self.block).__name__}, looks at later "
-                "tokens: give it a causal mask (is_causal=True), or do not count on causality",
+                "tokens: give it a causal mask (such as is_causal=True), or do not count on causality",
                 DepthgateWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
+        return out
+
+
+def _first_sees_later(out: Tensor, rows: Tensor, plan: Slots) -> bool:
+    """True if the block's result for the first token of any row depends on the tokens after it."""
+    first = out[:, 0] if plan.filled is None else out[plan.filled[:, 0, 0], 0]
+    if not out.requires_grad:
+        return False
+    try:
+        (grad,) = torch.autograd.grad(first.sum(), rows, retain_graph=True, allow_unused=True)
+    except RuntimeError:  # a block that cannot be asked, such as a compiled one that frees its buffers
+        return False
+    return grad is not None and bool(grad[:, 1:].any())
+
+
+def _is_sharded(block: nn.Module) -> bool:
+    """True for a block of FSDP2, whose hooks expect one backward pass."""
+    return any(type(parameter).__name__ == "DTensor" for parameter in block.parameters())
 
 
 def _check_block(block: Any) -> None:
@@ -224,8 +236,8 @@ def _check_block(block: Any) -> None:
         raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
     if isinstance(block, MixtureOfDepths):
         raise InvalidValueError(
-            "block is a MixtureOfDepths itself: route once, with the product of both capacities "
-            f"(capacity={block.capacity} of some tokens are few enough to take at once)"
+            f"block is a MixtureOfDepths itself, of capacity {block.capacity}: route once, around its own block, with "
+            "the product of both capacities"
         )
     if isinstance(block, Block | MoD | SoftMoD | MoE | SoftMoEUpdate | SwiGLU | Attention):
         raise InvalidValueError(
@@ -289,9 +301,9 @@ class SoftMoE(SoftMoEUpdate):
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *, mask: Tensor | None = None, return_plans: bool = False
+        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, return_plans: bool = False
     ) -> Any:
-        """x (B, T, D); mask (B, T), True at real tokens; padding gets an update of 0.
+        """x (B, T, D); mask (B, T), True at real tokens; padding gets an update of 0; causal=True is refused.
         Returns the update (B, T, D), or (update, plans) with `return_plans=True`."""
-        update, plans = super().forward(x, mask=mask)
+        update, plans = super().forward(x, causal=causal, mask=mask)
         return (update, RecordedPlans(plans)) if return_plans else update

@@ -82,6 +82,10 @@ class Arguments:
             mask = real if mask is None else mask & real
         return mask
 
+    def has_mask(self, named: dict[str, Any]) -> bool:
+        """True if a mask of pairs is among the arguments."""
+        return any(self.kinds.get(name) == "per_pair" and value is not None for name, value in named.items())
+
     def gathered(self, named: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any]:
         """The arguments for the rows (B, k, D) of a plan."""
         found = {name: self._gathered(name, value, plan, x) for name, value in named.items()}

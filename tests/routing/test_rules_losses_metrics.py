@@ -171,7 +171,7 @@ def test_a_threshold_without_an_update_routes_everything():
         dg.MixtureOfDepths(nn.Identity(), 8, 0.25, rule="threshold"),
         dg.MixtureOfExperts(8, 4, choice="experts"),
     ):
-        _, (plan,) = layer(torch.randn(2, 6, 8), causal=True)
+        _, (plan,) = layer(torch.randn(2, 6, 8), causal=True, return_plans=True)
         assert plan.chosen.all()
 
 
@@ -216,14 +216,14 @@ def test_forward_never_moves_the_threshold():
 
 
 def test_update_thresholds_matches_routers_and_plans_in_order():
-    inner = dg.MixtureOfDepths(nn.Identity(), 8, 0.5, rule="threshold")
-    outer = dg.MixtureOfDepths(inner, 8, 0.25, rule="threshold")
-    _, plans = outer(torch.randn(2, 16, 8))
-    update_thresholds(outer, plans)
-    close(outer.router.rule.threshold, plans[0].scores.flatten().sort(descending=True).values[7][None])
-    close(inner.router.rule.threshold, plans[1].scores.flatten().sort(descending=True).values[3][None])
+    first, second = TopTokens(8, 0.25, rule="threshold"), TopTokens(8, 0.5, rule="threshold")
+    both, x = nn.ModuleList([first, second]), torch.randn(2, 16, 8)
+    plans = (first(x), second(-x))
+    update_thresholds(both, plans)
+    close(first.rule.threshold, plans[0].scores.flatten().sort(descending=True).values[7][None])
+    close(second.rule.threshold, plans[1].scores.flatten().sort(descending=True).values[15][None])
     with pytest.raises(dg.DepthgateError, match="whole forward pass"):
-        update_thresholds(outer, plans[:1])
+        update_thresholds(both, plans[:1])
 
 
 def test_names_that_load_no_torch_are_those_of_the_tables():
