@@ -1,7 +1,8 @@
 """The decoder language model: a pattern of layers, the residual loop, the head."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from depthgate.flops import swiglu_hidden
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
+from depthgate.presets import train_config
 from depthgate.routing import Plans, RandomScorer, TopTokens
 
 
@@ -73,6 +75,8 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, *, scores_have_no_loss: bool = False) -> None:
         """scores_have_no_loss: a promise that no loss reads the routers' scores (see TopTokens), which saves memory."""
         super().__init__()
+        if not isinstance(config, ModelConfig):
+            raise InvalidValueError(f"config is {config!r}: it must be a ModelConfig, or use Decoder.from_preset(name)")
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(build_layer(config, kind, scores_have_no_loss) for kind in config.kinds)
@@ -81,6 +85,11 @@ class Decoder(nn.Module):
         if config.tied:
             self.head.weight = self.embed.weight
         self.reset_parameters()
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        """A new model of a preset's shape, such as "tiny-mod", with other values of ModelConfig if given."""
+        return cls(replace(train_config(name).model, **changes))
 
     def reset_parameters(self) -> None:
         """Normal weights of 0.02; those that write into the residual smaller, so that depth does not add up."""
