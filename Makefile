@@ -9,10 +9,13 @@ STAMP := $(VENV)/.installed
 setup: $(STAMP)
 
 # The pinned set comes from constraints.txt; torch goes first so that nothing else chooses its build.
+# What tests/vision.py finds lies in a folder of its own: trl does not work beside this torchvision.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
+		--target $(VENV)/vision timm torchvision vit-pytorch
 	touch $@
 
 demo: setup

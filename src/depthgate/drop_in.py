@@ -137,7 +137,7 @@ class MixtureOfDepths(nn.Module):
         lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
         padded = torch.nested.to_padded_tensor(x, 0.0)
         mask = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
-        y, plans = self(padded, *args, mask=mask, causal=causal, return_plans=True, **kwargs)
+        y, plans = self.forward(padded, *args, mask=mask, causal=causal, return_plans=True, **kwargs)
         y = torch._nested_tensor_from_mask(y, mask)
         return (y, plans) if return_plans else y
 

@@ -1,0 +1,37 @@
+"""timm, torchvision and vit-pytorch, which live in a folder of their own beside the other packages.
+
+PyPI's torchvision does not load its operators next to a CPU build of torch, and trl, where it finds a torchvision, wants
+them. So only the tests that ask for it here see that folder (`make setup` fills it).
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+FOLDER = Path(sys.prefix) / "vision"
+# Operators that torchvision only declares the shapes of: what it calls them with, it would need the compiled ones for.
+OPERATORS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+_library: torch.library.Library | None = None  # declarations last as long as this does
+
+
+def package(name: str) -> ModuleType:
+    """`timm` or `vit_pytorch`; skips the test where that is not installed."""
+    global _library
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    if _library is None:
+        _library = torch.library.Library("torchvision", "FRAGMENT")
+        for operator, declaration in OPERATORS.items():
+            if not hasattr(torch.ops.torchvision, operator):
+                _library.define(declaration)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        pytest.skip(f"{error.name} is not installed: `make setup` puts it into {FOLDER}")
