@@ -1,4 +1,4 @@
-"""One-line changes of other people's models: timm's, lucidrains' and Hugging Face's ViT, torch's encoder and Sequential."""
+"""One-line changes of other people's models: ViTs of timm, lucidrains and Hugging Face; torch's encoder, Sequential."""
 
 import copy
 import warnings
@@ -232,7 +232,7 @@ def test_nested_tensors_take_no_mask_of_their_own():
     layer = dg.MixtureOfDepths(nn.TransformerEncoderLayer(D, 2, 64, batch_first=True), D, 0.5)
     x = torch.nested.nested_tensor([torch.randn(4, D), torch.randn(2, D)])
     for name in ("mask", "keep"):
-        with pytest.raises(dg.DepthgateError, match="x is nested.*no mask and no keep"):
+        with pytest.raises(dg.DepthgateError, match=r"x is nested.*no mask and no keep"):
             layer(x, **{name: torch.ones(2, 4, dtype=torch.bool)})
 
 

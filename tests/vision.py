@@ -1,7 +1,7 @@
 """timm, torchvision and vit-pytorch, which live in a folder of their own beside the other packages.
 
-PyPI's torchvision does not load its operators next to a CPU build of torch, and trl, where it finds a torchvision, wants
-them. So only the tests that ask for it here see that folder (`make setup` fills it).
+PyPI's torchvision does not load its operators next to a CPU build of torch, and trl, where it finds a torchvision,
+wants them. So only the tests that ask for it here see that folder (`make setup` fills it).
 """
 
 import importlib
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 FOLDER = Path(sys.prefix) / "vision"
-# Operators that torchvision only declares the shapes of: what it calls them with, it would need the compiled ones for.
+# Importing torchvision gives them shapes, which needs their names; no test calls them.
 OPERATORS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateWarning, InvalidValueError, check_count
 from depthgate.flops import budget
-from depthgate.gathering import Arguments, rows_of
+from depthgate.gathering import Arguments
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers import SoftMoE as SoftMoEUpdate
 from depthgate.layers.mod import SoftMoD
@@ -167,7 +167,7 @@ class MixtureOfDepths(nn.Module):
             batch = (counts == k).nonzero()[:, 0]
             part = plan.rows(batch, max(k, 1))
             part = part._replace(filled=None) if k else part
-            rows = self._one_call(x[batch], part, rows_of(named, batch, len(x)))
+            rows = self._one_call(x[batch], part, self._arguments.rows(named, batch, x))
             y = y.to(rows.dtype).index_copy(0, batch, rows)
         return y
 

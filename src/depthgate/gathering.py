@@ -100,10 +100,26 @@ class Arguments:
             found |= {name: _additive(found[name], x.dtype) for name in masks}  # torch wants masks of one kind
         return found
 
+    def rows(self, named: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any]:
+        """The arguments for some rows (N,) of the batch x (B, T, D): each tensor with an entry for every row is cut."""
+        B, T = x.shape[:2]
+
+        def cut(kind: str | None, value: Tensor) -> Tensor:
+            if kind == "per_pair" and self.heads is not None and value.ndim == 3 and len(value) == B * self.heads:
+                return value.unflatten(0, (B, self.heads))[batch].flatten(0, 1)
+            # What has no axis for rows may begin with as many tokens, or pairs, as there are rows.
+            axes = {"per_pair": 3, "per_token": 2}.get(str(kind), 1)
+            own = value.ndim >= axes and len(value) == B and (kind != "per_token" or value.shape[1] == T)
+            return value[batch] if own else value
+
+        kinds = {name: self._kind(name, value) for name, value in named.items()}
+        return {n: pytree.tree_map_only(Tensor, lambda v, n=n: cut(kinds[n], v), value) for n, value in named.items()}
+
+    def _kind(self, name: str, value: Any) -> str | None:
+        return "per_token" if _is_padding_of_transformers(name, value) else self.kinds.get(name)
+
     def _gathered(self, name: str, value: Any, plan: Slots, x: Tensor) -> Any:
-        kind = self.kinds.get(name)
-        if _is_padding_of_transformers(name, value):
-            kind = "per_token"
+        kind = self._kind(name, value)
         if kind == "shared":
             return value
         gather = {"per_token": self._tokens, "per_pair": self._pairs, None: self._undeclared}[kind]
@@ -148,15 +164,6 @@ class Arguments:
                 f"per_token=[{name!r}], per_pair=[{name!r}] or shared=[{name!r}] of MixtureOfDepths"
             )
         return value
-
-
-def rows_of(named: dict[str, Any], batch: Tensor, B: int) -> dict[str, Any]:
-    """The arguments for some rows (N,) of a batch: every tensor with an entry for each row is cut to those."""
-
-    def cut(value: Tensor) -> Tensor:
-        return value[batch] if value.ndim >= 1 and value.shape[0] == B else value
-
-    return pytree.tree_map_only(Tensor, cut, named)  # type: ignore[no-any-return]
 
 
 def _is_padding_of_transformers(name: str, value: Any) -> bool:

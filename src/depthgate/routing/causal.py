@@ -39,7 +39,8 @@ class _Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
-            return (x.float() * self.weight[0]).sum(-1, keepdim=True) + self.bias
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            return (wide * self.weight[0]).sum(-1, keepdim=True) + self.bias
         return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
@@ -102,7 +103,8 @@ class Threshold(nn.Module):
         average = self.decay * self.average + (1 - self.decay) * kth.to(self.average.dtype)
         weight = self.decay * self.weight + (1 - self.decay)
         self.average.copy_(torch.where(usable, average, self.average))
-        self.weight.copy_(torch.where(usable, weight, self.weight))
+        # As one element: torch 2.13 loses what compiled code writes into a float64 tensor of no axis.
+        self.weight.view(1).copy_(torch.where(usable, weight, self.weight).view(1))
 
 
 RULES: dict[str, Callable[[int, int], nn.Module]] = {

@@ -208,7 +208,7 @@ class TopTokens(nn.Module):
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one.
         unless: a bool on the device; where it is true, nothing moves."""
         if isinstance(self.rule, Threshold):
-            self.rule.update(self._ranked(plan.scores), plan.valid, self.capacity, unless)
+            self.rule.update(self._ranked(plan.scores.detach()), plan.valid, self.capacity, unless)
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:

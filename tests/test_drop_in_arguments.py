@@ -1,0 +1,474 @@
+"""What a routed block is called with: declared arguments against loops, padding, kept tokens, causality, bad input."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import depthgate as dg
+from depthgate.errors import DepthgateWarning
+from tests.conftest import close
+
+D, H = 16, 2
+F64 = torch.float64
+
+
+class Attends(nn.Module):
+    """Attention of H heads without weights, by everything a block may be given."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, H, dtype=F64))
+        self.calls = 0
+
+    def forward(self, x, bias=None, pos=None, memory=None, *, times=1.0):
+        self.calls += 1
+        scores = torch.einsum("btd,bsd,h->bhts", x, x, self.scale)
+        if bias is not None:
+            scores = scores + (bias[:, None] if bias.ndim == 3 else bias)
+        if pos is not None:
+            angle, shift = pos
+            x = x * angle[..., None] + shift
+        if memory is not None:
+            x = x + memory.mean((0, 1) if memory.ndim == 2 else 1, keepdim=memory.ndim == 3)
+        return x + times * torch.einsum("bhts,bsd->btd", scores.softmax(-1), x)
+
+
+class Multihead(nn.Module):
+    """A block around nn.MultiheadAttention."""
+
+    def __init__(self, padding=True):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(D, H, batch_first=True, dtype=F64)
+        if not padding:
+            self.forward = self.without_padding
+
+    def forward(self, x, attn_mask=None, key_padding_mask=None):
+        return x + self.attn(x, x, x, key_padding_mask, need_weights=False, attn_mask=attn_mask)[0]
+
+    def without_padding(self, x, attn_mask=None):
+        return x + self.attn(x, x, x, need_weights=False, attn_mask=attn_mask)[0]
+
+
+def pair_shapes(B, T):
+    return {"TT": (T, T), "BTT": (B, T, T), "B1TT": (B, 1, T, T), "BHTT": (B, H, T, T)}
+
+
+def by_loops(x, plan, call):
+    """y of a routed block: rows gathered one by one, `call(b, tokens)` the block's result for them (1, k, D)."""
+    y = x.clone()
+    for b in range(len(x)):
+        tokens = [t for t in range(x.shape[1]) if plan.chosen[b, t, 0]]
+        if not tokens:
+            continue
+        new = call(b, tokens)
+        for i, t in enumerate(tokens):
+            gate = 1 + torch.tanh(plan.scores[b, t, 0])
+            y[b, t] = x[b, t] + gate * (new[0, i] - x[b, t])
+    return y
+
+
+def pairs_by_loops(value, b, tokens):
+    """(T, T), (B, T, T), (B, 1, T, T) or (B, H, T, T) -> (1, H, k, k)."""
+    row = value if value.ndim == 2 else value[b]
+    row = row.expand(H, *row.shape[-2:])
+    picked = [[[row[h, s, t] for t in tokens] for s in tokens] for h in range(H)]
+    return torch.stack([torch.stack([torch.stack(line) for line in head]) for head in picked])[None]
+
+
+@settings(max_examples=60)
+@given(
+    B=st.integers(1, 4),
+    T=st.integers(1, 6),
+    capacity=st.sampled_from([0.2, 0.5, 1.0]),
+    shape=st.sampled_from(["TT", "BTT", "B1TT", "BHTT"]),
+    how=st.sampled_from(["top k", "causal", "mask", "mask and causal"]),
+    row=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_declared_arguments_equal_gathering_by_loops(B, T, capacity, shape, how, row, seed):
+    """Per token with and without rows, per pair in all shapes, shared; by position and by name; any B, T and mask."""
+    torch.manual_seed(seed)
+    block = Attends()
+    layer = dg.MixtureOfDepths(
+        block, D, capacity, per_pair=["bias"], per_token=["pos"], shared=("memory", "times")
+    ).double()
+    x = torch.randn(B, T, D, dtype=F64)
+    bias = torch.randn(pair_shapes(B, T)[shape], dtype=F64)
+    angle = torch.randn(*((B, T) if row else (T,)), dtype=F64)
+    shift = torch.randn(1 if row else B, T, D, dtype=F64)
+    memory = torch.randn(B, T, D, dtype=F64)
+    mask = torch.rand(B, T) < 0.7 if "mask" in how else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DepthgateWarning)
+        options = {"mask": mask, "causal": "causal" in how, "return_plans": True}
+        y, (plan,) = layer(x, bias, (angle, shift), memory=memory, times=0.5, **options)
+    assert mask is None or not plan.chosen[~mask].any()
+
+    def call(b, tokens):
+        positions = (
+            torch.stack([(angle[b] if row else angle)[t] for t in tokens])[None],
+            torch.stack([shift[0 if row else b, t] for t in tokens])[None],
+        )
+        rows = torch.stack([x[b, t] for t in tokens])[None]
+        return block(rows, pairs_by_loops(bias, b, tokens), positions, memory[b : b + 1], times=0.5)
+
+    close(y, by_loops(x, plan, call))
+
+
+@pytest.mark.parametrize("padding", [True, False], ids=["padding mask", "no padding mask"])
+@pytest.mark.parametrize("kind", ["additive", "boolean"])
+@pytest.mark.parametrize("shape", ["TT", "BTT", "B1TT", "BHTT", "(B*H)TT"])
+def test_masks_of_multihead_attention_in_all_shapes(shape, kind, padding):
+    B, T = 3, 6
+    block = Multihead(padding)
+    layer = dg.MixtureOfDepths(block, D, 0.5).double()
+    x = torch.randn(B, T, D, dtype=F64)
+    given_shape = pair_shapes(B, T).get(shape, (B, H, T, T))
+    value = torch.randn(given_shape, dtype=F64)
+    if kind == "boolean":
+        value = (value > 0) & ~torch.eye(T, dtype=torch.bool)
+    for mask in (None, torch.arange(T) < torch.tensor([[6], [4], [1]])):
+        given_value = value.flatten(0, 1) if shape == "(B*H)TT" else value
+        y, (plan,) = layer(x, attn_mask=given_value, mask=mask, return_plans=True)
+
+        def call(b, tokens):
+            return block(x[b : b + 1, tokens], attn_mask=pairs_by_loops(value, b, tokens)[0])
+
+        close(y, by_loops(x, plan, call))
+
+
+ENCODER_CALLS = {
+    "nothing": {},
+    "is_causal": {"is_causal": True},
+    "src_mask": {"src_mask": nn.Transformer.generate_square_subsequent_mask(8, dtype=F64)},
+    "boolean src_mask": {"src_mask": torch.ones(8, 8, dtype=torch.bool).triu(1)},
+    "src_mask, is_causal": {"src_mask": torch.ones(8, 8, dtype=torch.bool).triu(1), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("padding", [None, "boolean", "additive", "mask"])
+@pytest.mark.parametrize("name", ENCODER_CALLS)
+def test_encoder_layer_equals_the_plain_layer_on_routed_tokens(name, padding):
+    """In training, in evaluation, and in torch's fast path without gradients. Padding is never routed."""
+    plain = nn.TransformerEncoderLayer(D, H, 32, batch_first=True, dropout=0.0, dtype=F64)
+    layer = dg.MixtureOfDepths(plain, D, 0.5).double()
+    x = torch.randn(3, 8, D, dtype=F64)
+    hidden = torch.arange(8) >= torch.tensor([[8], [5], [1]])
+    call = dict(ENCODER_CALLS[name])
+    if padding == "boolean":
+        call["src_key_padding_mask"] = hidden
+    elif padding == "additive":
+        call["src_key_padding_mask"] = torch.zeros(3, 8, dtype=F64).masked_fill(hidden, -torch.inf)
+    elif padding == "mask":
+        call["mask"] = ~hidden
+    causal = name != "nothing"
+
+    def alone(b, tokens):
+        order = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1) if causal else None
+        return plain.train()(x[b : b + 1, tokens], src_mask=order)
+
+    for training, grad in itertools.product((True, False), (True, False)):
+        layer.train(training)
+        with torch.set_grad_enabled(grad):
+            y, (plan,) = layer(x, **call, return_plans=True)
+            assert plan.chosen[..., 0].sum(1).tolist() == ([4, 4, 4] if padding is None else [4, 2, 1])
+            assert padding is None or not plan.chosen[hidden].any()
+            close(y, by_loops(x, plan, alone))
+
+
+def test_decoder_layer_with_a_memory():
+    plain = nn.TransformerDecoderLayer(D, H, 32, batch_first=True, dropout=0.0, dtype=F64)
+    layer = dg.MixtureOfDepths(plain, D, 0.5).double()
+    x, memory = torch.randn(2, 8, D, dtype=F64), torch.randn(2, 8, D, dtype=F64)
+    hidden = torch.arange(8) >= torch.tensor([[8], [6]])
+    y, (plan,) = layer(x, memory, memory_key_padding_mask=hidden, tgt_is_causal=True, return_plans=True)
+
+    def alone(b, tokens):
+        order = torch.ones(len(tokens), len(tokens), dtype=torch.bool).triu(1)
+        return plain(x[b : b + 1, tokens], memory[b : b + 1, : 8 - 2 * b], tgt_mask=order)
+
+    close(y, by_loops(x, plan, alone))
+
+
+@pytest.mark.parametrize("dims", [2, 4])
+def test_a_decoder_layer_of_transformers(dims):
+    """hidden_states, attention_mask (additive of four axes, or a padding mask of two), position_embeddings."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+    sizes = {"hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=H, attn_implementation="eager")
+    plain = LlamaDecoderLayer(config, 0).double()
+    layer = dg.MixtureOfDepths(plain, D, 0.5).double()
+    x = torch.randn(2, 8, D, dtype=F64)
+    ids = torch.arange(8)[None]
+    rotary = LlamaRotaryEmbedding(config)
+    real = torch.arange(8) >= torch.tensor([[0], [3]])  # padding on the left
+    order = torch.zeros(2, 1, 8, 8, dtype=F64).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -torch.inf)
+    call = {"attention_mask": order, "mask": real} if dims == 4 else {"attention_mask": real.long()}
+    if dims == 2:  # eager attention of transformers adds what it is given; so does the one below
+        plain.self_attn.forward = _of_padding(plain.self_attn.forward)
+    y, (plan,) = layer(x, position_ids=ids, position_embeddings=rotary(x, ids), **call, return_plans=True)
+    assert torch.equal(plan.valid, real)
+    assert plan.chosen[..., 0].sum(1).tolist() == [4, 2]
+
+    def alone(b, tokens):
+        where = torch.tensor([tokens])
+        mask = order[:1, :, : len(tokens), : len(tokens)]
+        if dims == 2:
+            mask = torch.ones(1, len(tokens), dtype=torch.long)
+        return plain(x[b : b + 1, tokens], mask, where, position_embeddings=rotary(x, where))
+
+    close(y, by_loops(x, plan, alone))
+
+
+def _of_padding(forward):
+    """An attention that takes a padding mask (B, k), as those of flash attention do, and insists on its shape."""
+
+    def changed(hidden_states, attention_mask, **more):
+        assert attention_mask.shape == hidden_states.shape[:2]
+        assert attention_mask.all()
+        return forward(hidden_states, attention_mask=None, **more)
+
+    return changed
+
+
+# Arguments that are not what they are declared as, or not declared.
+class Takes(nn.Module):
+    def forward(self, x, pos=None, pairs=None, past_key_values=None, *, flag=False):
+        return x
+
+
+B, T = 2, 5
+X = torch.randn(B, T, D)
+BAD_CALLS = {
+    "undeclared rows": ({}, {"pos": torch.zeros(B, T, 3)}, r"pos has shape \(2, 5, 3\).*per_token=\['pos'\]"),
+    "undeclared tokens": ({}, {"pos": torch.zeros(T)}, r"pos has shape \(5,\).*per_token"),
+    "undeclared (1, T)": ({}, {"pos": torch.zeros(1, T)}, r"pos has shape \(1, 5\)"),
+    "undeclared pairs": ({}, {"pairs": torch.zeros(B, 1, T, T)}, r"pairs has shape.*per_pair=\['pairs'\]"),
+    "undeclared in a tuple": ({}, {"pos": (torch.zeros(B, T), 1)}, r"pos has shape \(2, 5\)"),
+    "not per token": ({"per_token": ["pos"]}, {"pos": torch.zeros(B, 3)}, r"pos has shape \(2, 3\): per_token needs"),
+    "not per pair": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(B, T)}, r"pairs has shape \(2, 5\): per_pair"),
+    "rows of pairs": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(3, T, T)}, r"pairs has shape \(3, 5, 5\)"),
+    "a cache": ({}, {"past_key_values": object()}, "past_key_values is given: a routed block keeps no cache"),
+    "mask shape": ({}, {"mask": torch.ones(B, T + 1, dtype=torch.bool)}, r"mask is \(2, 6\).*\(2, 5\)"),
+    "mask dtype": ({}, {"mask": torch.ones(B, T)}, "mask has dtype torch.float32"),
+    "mask list": ({}, {"mask": [True] * T}, "mask is list"),
+    "keep shape": ({}, {"keep": torch.ones(T, dtype=torch.bool)}, r"keep is \(5,\).*\(2, 5\)"),
+    "keep number": ({}, {"keep": 1}, "keep is int"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_bad_argument_of_a_call_is_named(name):
+    declared, call, text = BAD_CALLS[name]
+    layer = dg.MixtureOfDepths(Takes(), D, 0.5, **declared)
+    with pytest.raises(dg.DepthgateError, match=text):
+        layer(X, **call)
+
+
+def test_too_many_arguments_by_position():
+    with pytest.raises(dg.DepthgateError, match="takes 3 arguments by position after x, not 4"):
+        dg.MixtureOfDepths(Takes(), D, 0.5)(X, None, None, None, None)
+
+
+def test_the_wrong_shape_of_a_padding_mask_is_named():
+    layer = dg.MixtureOfDepths(nn.TransformerEncoderLayer(D, H, 32, batch_first=True), D, 0.5)
+    with pytest.raises(dg.DepthgateError, match=r"src_key_padding_mask is \(2, 4\).*\(2, 5\)"):
+        layer(X, src_key_padding_mask=torch.zeros(2, 4, dtype=torch.bool))
+
+
+BAD_OPTIONS = {
+    "unknown": ({"per_token": ["place"]}, "per_token names 'place': the block's arguments after the first are"),
+    "x itself": ({"shared": ["x"]}, "shared names 'x'"),
+    "our own": ({"per_token": ["mask"]}, "per_token names 'mask'"),
+    "twice": ({"per_token": ["pos"], "shared": ["pos"]}, "'pos' is declared as per_token and as shared"),
+    "twice in one": ({"per_pair": ["pairs", "pairs"]}, "'pairs' is declared as per_pair and as per_pair"),
+    "a string": ({"per_pair": "pairs"}, r"per_pair is 'pairs': it must be a list of names"),
+    "no list": ({"shared": 3}, "shared is 3"),
+    "keep": ({"keep": -1}, "keep is -1"),
+    "keep share": ({"keep": 0.5}, "keep is 0.5"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_OPTIONS)
+def test_a_bad_declaration_is_named(name):
+    options, text = BAD_OPTIONS[name]
+    with pytest.raises(dg.DepthgateError, match=text):
+        dg.MixtureOfDepths(Takes(), D, 0.5, **options)
+
+
+def test_tensors_of_another_shape_need_no_declaration():
+    """Neither B and T nor T first: nothing to gather, and handed on as they are."""
+
+    class Scales(nn.Module):
+        def forward(self, x, by):
+            assert by.shape == (3, 7)
+            return x * by.sum()
+
+    layer = dg.MixtureOfDepths(Scales(), D, 1.0, gate=torch.ones_like)
+    close(layer(X, torch.ones(3, 7)), 21 * X)
+
+
+# Blocks that cannot be routed.
+class Returns(nn.Module):
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+
+    def forward(self, x):
+        return self.what(x)
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (lambda x: None, "block returned a NoneType"),
+        (lambda x: x[:, :1], r"block returned torch.float32 of shape \(2, 1, 16\) for an input of shape \(2, 2, 16\)"),
+        (lambda x: x.sum(), r"block returned torch.float32 of shape \(\)"),
+        (lambda x: (x, x), "block returned a tuple"),
+        (lambda x: x.long(), "block returned torch.int64"),
+    ],
+)
+def test_a_block_that_changes_shape_or_returns_something_else(what, text):
+    with pytest.raises(dg.DepthgateError, match=text):
+        dg.MixtureOfDepths(Returns(what), D, 0.5)(X)
+
+
+def test_a_tuple_of_one_tensor_is_that_tensor():
+    layer = dg.MixtureOfDepths(Returns(lambda x: (x + 1,)), D, 1.0, gate=torch.ones_like)
+    close(layer(X), X + 1)
+
+
+def test_a_routed_layer_in_itself_is_refused():
+    inner = dg.MixtureOfDepths(nn.Linear(D, D), D, 0.25)
+    with pytest.raises(dg.DepthgateError, match=r"block is a MixtureOfDepths itself, of capacity 0.25"):
+        dg.MixtureOfDepths(inner, D, 0.5)
+    inner.block = inner
+    with pytest.raises(dg.DepthgateError, match="block is this layer itself"):
+        inner(X)
+
+
+# Tokens that are kept.
+@settings(max_examples=40)
+@given(
+    T=st.integers(4, 9), keep=st.integers(0, 2), left=st.integers(0, 3), causal=st.booleans(), seed=st.integers(0, 99)
+)
+def test_the_first_real_tokens_are_always_routed(T, keep, left, causal, seed):
+    torch.manual_seed(seed)
+    layer = dg.MixtureOfDepths(Takes(), D, 0.5, keep=keep)
+    with torch.no_grad():
+        layer.router.proj.weight[0] = torch.tensor([1.0] + [0.0] * (D - 1))
+        layer.router.proj.bias.fill_(-0.1)
+    x = torch.randn(2, T, D)
+    x[:, :, 0] = torch.arange(T) - T  # the later, the better: the first tokens would never be among them
+    x[:, -1, 0] = 1.0
+    mask = torch.arange(T) >= torch.tensor([[left], [0]])
+    real = [T - left, T]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DepthgateWarning)
+        _, (plan,) = layer(x, mask=mask, causal=causal, return_plans=True)
+    for b, n in enumerate(real):
+        count = max(1, n // 2)
+        first = list(range(T - n, T - n + keep))
+        # The best of the rest fill what kept tokens leave of the budget.
+        expected = {*first, T - 1} if causal else {*first[:count], *range(T - max(0, count - keep), T)}
+        assert {*plan.chosen[b, :, 0].nonzero()[:, 0].tolist()} == expected
+
+
+def test_a_mask_of_tokens_to_keep_joins_the_number():
+    layer = dg.MixtureOfDepths(Takes(), D, 0.5, keep=1)
+    x = torch.randn(2, 8, D)
+    keep = torch.zeros(2, 8, dtype=torch.bool)
+    keep[0, 5] = keep[1, 2] = True
+    with torch.no_grad():
+        layer.router.proj.weight.zero_()
+    for causal in (False, True):
+        layer.router.proj.bias.data.fill_(-1.0)
+        _, (plan,) = layer(x, keep=keep, causal=causal, return_plans=True)
+        chosen = plan.chosen[..., 0]
+        assert chosen[:, 0].all()
+        assert chosen[keep].all()
+        assert chosen.sum(1).tolist() == ([2, 2] if causal else [4, 4])
+
+
+def test_more_kept_tokens_than_the_capacity_takes():
+    layer = dg.MixtureOfDepths(Takes(), D, 0.25, keep=3)
+    assert layer(torch.randn(1, 12, D)).shape == (1, 12, D)
+    with pytest.raises(dg.DepthgateError, match=r"keep is 3, but capacity 0.25 takes 2 of 8 tokens"):
+        layer(torch.randn(1, 8, D))
+
+
+# A causal choice around a block that is not causal.
+class CausalAttends(Attends):
+    def forward(self, x):
+        T = x.shape[1]
+        return super().forward(
+            x, torch.zeros(T, T, dtype=x.dtype).masked_fill(torch.ones(T, T).triu(1) > 0, -torch.inf)
+        )
+
+
+def all_chosen(layer):
+    with torch.no_grad():
+        layer.router.proj.weight.zero_()
+    return layer.double()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_block_that_looks_ahead_warns_once(grad, masked):
+    x = torch.randn(2, 6, D, dtype=F64)
+    mask = torch.arange(6) < torch.tensor([[6], [3]]) if masked else None
+    plain = nn.TransformerEncoderLayer(D, H, 32, batch_first=True, dtype=F64)
+    for block in (Attends(), plain, Multihead()):
+        layer = all_chosen(dg.MixtureOfDepths(block, D, 0.5))
+        with torch.set_grad_enabled(grad), pytest.warns(DepthgateWarning, match="looks at later tokens") as caught:
+            layer(x, causal=True, mask=mask)
+        assert len(caught) == 1
+        assert type(block).__name__ in str(caught[0].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", DepthgateWarning)
+            layer(x, causal=True, mask=mask)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_causal_block_or_a_choice_of_the_top_k_never_warns(grad):
+    x = torch.randn(2, 6, D, dtype=F64)
+    plain = nn.TransformerEncoderLayer(D, H, 32, batch_first=True, dtype=F64)
+    order = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    cases = [
+        (CausalAttends(), {"causal": True}),
+        (nn.Linear(D, D), {"causal": True}),
+        (plain, {"causal": True, "is_causal": True}),
+        (plain, {"causal": True, "src_mask": order}),
+        (Multihead(), {"causal": True, "attn_mask": order}),
+        (Attends(), {}),
+        (plain, {}),
+    ]
+    with torch.set_grad_enabled(grad), warnings.catch_warnings():
+        warnings.simplefilter("error", DepthgateWarning)
+        for block, call in cases:
+            layer = all_chosen(dg.MixtureOfDepths(block, D, 0.5))
+            for _ in range(2):
+                layer(x, **call)
+
+
+def test_looking_ahead_is_seen_without_another_call_and_without_a_change():
+    x = torch.randn(2, 6, D, dtype=F64, requires_grad=True)
+    layers = [all_chosen(dg.MixtureOfDepths(Attends(), D, 0.5, losses=None)) for _ in range(2)]
+    layers[1]._watched = True  # as after its first call
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DepthgateWarning)
+        results = [layer(x, causal=True) for layer in layers]
+    assert layers[0].block.calls == 1
+    close(results[0], results[1])
+    grads = [torch.autograd.grad(y.square().sum(), [x, *m.parameters()]) for y, m in zip(results, layers, strict=True)]
+    for a, b in zip(*grads, strict=True):
+        close(a, b)
+    with torch.no_grad():
+        assert not layers[0](x, causal=True).requires_grad
