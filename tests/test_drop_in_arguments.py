@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -90,6 +90,7 @@ def pairs_by_loops(value, b, tokens):
     row=st.booleans(),
     seed=st.integers(0, 99),
 )
+@example(B=4, T=4, capacity=0.5, shape="TT", how="mask", row=False, seed=0)  # tokens and pairs as many as rows
 def test_declared_arguments_equal_gathering_by_loops(B, T, capacity, shape, how, row, seed):
     """Per token with and without rows, per pair in all shapes, shared; by position and by name; any B, T and mask."""
     torch.manual_seed(seed)

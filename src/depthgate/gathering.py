@@ -103,17 +103,19 @@ class Arguments:
     def rows(self, named: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any]:
         """The arguments for some rows (N,) of the batch x (B, T, D): each tensor with an entry for every row is cut."""
         B, T = x.shape[:2]
+        axes = {"per_pair": 3, "per_token": 2, "shared": 1, None: 1}  # what has fewer has none for rows
 
         def cut(kind: str | None, value: Tensor) -> Tensor:
             if kind == "per_pair" and self.heads is not None and value.ndim == 3 and len(value) == B * self.heads:
-                return value.unflatten(0, (B, self.heads))[batch].flatten(0, 1)
-            # What has no axis for rows may begin with as many tokens, or pairs, as there are rows.
-            axes = {"per_pair": 3, "per_token": 2}.get(str(kind), 1)
-            own = value.ndim >= axes and len(value) == B and (kind != "per_token" or value.shape[1] == T)
+                return value.reshape(B, self.heads, *value.shape[1:])[batch].flatten(0, 1)
+            own = value.ndim >= axes[kind] and len(value) == B and (kind != "per_token" or value.shape[1] == T)
             return value[batch] if own else value
 
-        kinds = {name: self._kind(name, value) for name, value in named.items()}
-        return {n: pytree.tree_map_only(Tensor, lambda v, n=n: cut(kinds[n], v), value) for n, value in named.items()}
+        def cut_all(name: str, value: Any) -> Any:
+            kind = self._kind(name, value)
+            return pytree.tree_map_only(Tensor, lambda each: cut(kind, each), value)
+
+        return {name: cut_all(name, value) for name, value in named.items()}
 
     def _kind(self, name: str, value: Any) -> str | None:
         return "per_token" if _is_padding_of_transformers(name, value) else self.kinds.get(name)
