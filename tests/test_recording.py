@@ -1,0 +1,204 @@
+"""`record`: the plans of every routed layer of any model, by name and in order; and their lines."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import depthgate as dg
+from tests.conftest import close
+
+D = 8
+
+
+class Branch(nn.Module):
+    """Layers that are built in another order than they run in, some of them nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = dg.SoftMoE(D, 2)
+        self.inner = nn.ModuleDict(
+            {
+                "depths": dg.MixtureOfDepths(
+                    nn.Sequential(nn.Linear(D, D), dg.MixtureOfExperts(D, 2, hidden=4)), D, 0.5
+                ),
+                "plain": nn.Linear(D, D),
+            }
+        )
+
+    def forward(self, x):
+        x = self.inner["plain"](x)
+        if self.training and x.requires_grad:
+            x = checkpoint(self.inner["depths"], x, use_reentrant=False)
+        else:
+            x = self.inner["depths"](x)
+        return self.late(x)
+
+
+def equal(a, b):
+    assert type(a) is type(b)
+    for left, right in zip(a, b, strict=True):
+        assert type(left) is type(right)
+        if isinstance(left, torch.Tensor):
+            assert torch.equal(left, right)
+        else:
+            assert left == right
+
+
+def hooks(model):
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def test_names_and_order_are_those_of_the_pass():
+    model, x = Branch().eval(), torch.randn(2, 6, D)
+    with dg.record(model) as plans:
+        model(x)
+    assert plans.names == ["inner.depths", "inner.depths.block.1", "late"]
+    assert len(plans) == 3
+    h = model.inner["plain"](x)
+    h, depths = model.inner["depths"](h, return_plans=True)
+    _, soft = model.late(h, return_plans=True)
+    equal(plans["inner.depths"], depths[0])
+    equal(plans[-1], soft[0])
+    equal(plans["late"], plans[2])
+    assert isinstance(plans[1], dg.Groups)
+    assert [type(plan) for plan in plans] == [dg.Slots, dg.Groups, dg.Soft]
+    assert [type(plan) for plan in plans[1:]] == [dg.Groups, dg.Soft]
+
+
+def test_two_passes_are_recorded_one_after_the_other_and_none_outside():
+    model, x = Branch().eval(), torch.randn(2, 6, D)
+    model(x)
+    with dg.record(model) as plans:
+        model(x)
+        model(2 * x)
+    model(3 * x)
+    assert plans.names == 2 * ["inner.depths", "inner.depths.block.1", "late"]
+    with dg.record(model) as second:
+        model(2 * x)
+    equal(plans[3], second[0])
+    assert plans["late"] is plans[2]
+
+
+def test_a_checkpoint_that_runs_again_is_not_recorded_again():
+    model, x = Branch().train(), torch.randn(2, 6, D)
+    with dg.record(model) as plans:
+        model(x).sum().backward()
+    assert plans.names == ["inner.depths", "inner.depths.block.1", "late"]
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_hooks_leave_with_the_context():
+    model, x = Branch().eval(), torch.randn(2, 6, D)
+    before, y = hooks(model), model(x)
+    with dg.record(model) as plans:
+        assert hooks(model) == before + 3
+        close(model(x), y)
+    assert hooks(model) == before
+    with pytest.raises(dg.DepthgateError, match="x has shape"), dg.record(model):
+        model.late(x[0])
+    assert hooks(model) == before
+
+
+def test_one_layer_is_named_after_itself():
+    layer, x = dg.MixtureOfDepths(nn.Linear(D, D), D, 0.5), torch.randn(2, 6, D)
+    with dg.record(layer) as plans:
+        _, returned = layer(x, return_plans=True)
+    assert plans.names == [""]
+    equal(plans[0], returned[0])
+
+
+SMALL = {"vocab": 50, "dim": 32, "layers": 3, "heads": 4, "context": 24, "capacity": 0.25, "experts": 4}
+
+
+def test_decoder_and_encoders():
+    tokens = torch.randint(50, (2, 24))
+    decoder = dg.Decoder(dg.ModelConfig(**SMALL, pattern="dense,mod,moe")).eval()
+    with dg.record(decoder) as plans:
+        expected = decoder(tokens).plans
+    assert plans.names == ["layers.1", "layers.2.ffn"]
+    for plan, other in zip(plans, expected, strict=True):
+        equal(plan, other)
+    x = torch.randn(2, 12, D)
+    mask = torch.arange(12) < torch.tensor([[12], [5]])
+    encoders = {
+        "layers.{}": dg.MoDEncoder(D, 16, 2, num_layers=2).eval(),
+        "layers.{}.moe": dg.SoftMoEEncoder(D, 16, 2, num_layers=2).eval(),
+    }
+    for name, encoder in encoders.items():
+        with dg.record(encoder) as plans:
+            encoder(x, mask)
+        assert plans.names == [name.format(i) for i in range(2)]
+        for plan, other in zip(plans, encoder.features(x, mask)[1], strict=True):
+            equal(plan, other)
+
+
+def test_a_converted_model_of_transformers():
+    zoo = pytest.importorskip("tests.hf.zoo")
+    model = zoo.routed("llama")
+    tokens = torch.randint(3, 90, (2, 9))
+    with torch.no_grad(), dg.record(model) as plans:
+        model(tokens)
+    assert plans.names == [f"model.layers.{i}" for i in zoo.ROUTED]
+    # the first routed layer is the first of the model, and scores embeddings
+    router = model.model.layers[0].depth_router
+    close(plans[0].scores, router.proj(model.model.embed_tokens(tokens)))
+
+
+def test_what_cannot_be_recorded_is_said():
+    with pytest.raises(dg.DepthgateError, match="no layer of this Linear routes"), dg.record(nn.Linear(D, D)):
+        pass
+    for model in ("model", None):
+        with pytest.raises(dg.DepthgateError, match=f"model is a {type(model).__name__}"):
+            dg.record(model)
+    model = Branch().eval()
+    with dg.record(model) as plans:
+        pass
+    model(torch.randn(2, 6, D))
+    assert len(plans) == 0
+    assert list(plans) == []
+    assert repr(plans) == "no plans"
+    for use in (lambda: plans[0], lambda: plans["late"], lambda: plans.plot(), lambda: plans.save_page("none.html")):
+        with pytest.raises(dg.DepthgateError, match=r"no plan was recorded: call the model inside `with dg\.record"):
+            use()
+    with dg.record(model) as plans:
+        model(torch.randn(2, 6, D))
+    with pytest.raises(dg.DepthgateError, match=r"no plan of 'lat': there are those of 'inner.depths', .*'late'"):
+        plans["lat"]
+    with pytest.raises(IndexError):
+        plans[3]
+
+
+def test_a_plan_is_one_line():
+    """Counted by hand: kind, tokens in, routed, share."""
+    x = torch.randn(2, 8, D)
+    mask = torch.arange(8) < torch.tensor([[8], [4]])
+    depths = dg.MixtureOfDepths(nn.Linear(D, D), D, 0.25)
+    plan = depths(x, return_plans=True)[1][0]  # 2 of 8 in both rows
+    assert repr(plan) == "Slots(top k, experts 1, 16 tokens in, 4 routed, share 0.25)"
+    plan = depths(x, mask=mask, return_plans=True)[1][0]  # 2 of 8, and 1 of 4
+    assert repr(plan) == "Slots(top k, experts 1, 12 tokens in, 3 routed, share 0.25)"
+    with torch.no_grad():
+        depths.router.proj.weight.zero_()  # every score is 0, and passes
+    plan = depths(x, mask=mask, causal=True, return_plans=True)[1][0]
+    assert repr(plan) == "Slots(causal choice, experts 1, 12 tokens in, 12 routed, share 1)"
+    experts = dg.MixtureOfExperts(D, 2, top_k=1, null_experts=1, hidden=4)
+    with torch.no_grad():  # scores are x[0], x[1] and x[2]; the third is the null expert
+        experts.router.proj.weight.copy_(torch.eye(3, D))
+    x = torch.eye(3, D)[torch.tensor([[0, 1, 2, 2, 1], [2, 2, 2, 0, 0]])]
+    plan = experts(x, return_plans=True)[1][0]
+    assert repr(plan) == "Groups(experts 2, null experts 1, experts a token 1, 10 tokens in, 5 routed, share 0.5)"
+    soft = dg.SoftMoE(D, 3, 2)
+    plan = soft(torch.randn(2, 8, D), mask=mask, return_plans=True)[1][0]
+    assert repr(plan) == "Soft(experts 3, slots an expert 2, 12 tokens in, 12 routed, share 1)"
+    chosen = dg.MixtureOfExperts(D, 2, choice="experts", capacity=0.25, hidden=4)
+    # Each of two takes one of 4 tokens, of which one's first is the other's last.
+    plan = chosen(torch.randn(1, 4, D), return_plans=True)[1][0]
+    assert repr(plan) == "Slots(top k, experts 2, 4 tokens in, 2 routed, share 0.5)"
+    model = nn.Sequential(depths, soft).eval()
+    with dg.record(model) as plans:
+        model(torch.randn(2, 8, D))
+    assert repr(plans) == (
+        "0: Slots(top k, experts 1, 16 tokens in, 4 routed, share 0.25)\n"
+        "1: Soft(experts 3, slots an expert 2, 16 tokens in, 16 routed, share 1)"
+    )
