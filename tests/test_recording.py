@@ -91,7 +91,7 @@ def test_a_checkpoint_that_runs_again_is_not_recorded_again():
 def test_hooks_leave_with_the_context():
     model, x = Branch().eval(), torch.randn(2, 6, D)
     before, y = hooks(model), model(x)
-    with dg.record(model) as plans:
+    with dg.record(model):
         assert hooks(model) == before + 3
         close(model(x), y)
     assert hooks(model) == before
@@ -202,3 +202,23 @@ def test_a_plan_is_one_line():
         "0: Slots(top k, experts 1, 16 tokens in, 4 routed, share 0.25)\n"
         "1: Soft(experts 3, slots an expert 2, 16 tokens in, 16 routed, share 1)"
     )
+
+
+def test_a_compiled_model_is_recorded_from_its_first_call_on():
+    model, x = nn.Sequential(nn.Linear(D, D), dg.MixtureOfDepths(nn.Linear(D, D), D, 0.5)), torch.randn(2, 6, D)
+    with dg.record(model) as expected:
+        model(x)
+        model(2 * x)
+    model.compile(backend="aot_eager", fullgraph=True)
+    with dg.record(model) as plans:
+        model(x)
+        model(2 * x)
+    model(3 * x)
+    assert plans.names == ["1", "1"]
+    for plan, other in zip(plans, expected, strict=True):
+        assert torch.equal(plan.chosen, other.chosen)
+        close(plan.gates, other.gates)
+    with dg.record(model) as plans:
+        model(x)
+    with pytest.raises(dg.DepthgateError, match="a compiled model records nothing unless"):
+        plans[0]

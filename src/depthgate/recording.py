@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+import torch
 from torch import nn
 
 from depthgate import view
@@ -37,7 +38,7 @@ class RecordedPlans(Sequence[Plan]):
             self._hooks.pop().remove()
 
     def _note(self, layer: str, plan: Plan) -> None:
-        if not in_backward():  # activation checkpointing runs a layer again there
+        if torch.compiler.is_compiling() or not in_backward():  # checkpointing runs a layer again there
             self.names.append(layer)
             self._plans.append(plan)
 
