@@ -231,6 +231,17 @@ def test_compiled_with_scales_that_change(name):
         same(gradients(model), {n: scale * g for n, g in expected.items()})
 
 
+def test_compiled_with_a_checkpoint_inside():
+    """Gradients as by hand, and the threshold moves once."""
+    name = "depths, threshold"
+    model, other, x = build(name), build(name), batch()
+    model.compile(backend="aot_eager")
+    main_loss(model(x, False)).backward()
+    same(gradients(model), by_hand(name, x))
+    other(x)
+    same(thresholds(model.layer), thresholds(other.layer))
+
+
 def test_two_layers_in_one_model_add_two_losses():
     """Each its own, exactly once, though the gradient of the first passes through the second."""
 
