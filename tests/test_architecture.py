@@ -15,8 +15,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, functions included; a package may import within itself.
 ORDER = (
     *("errors", "options", "files", "config", "presets", "flops", "device", "console"),
-    *("ops", "routing", "layers", "drop_in", "encoders", "model", "cache"),
-    *("data", "checkpoint", "generation", "hf", "loading", "view", "train", "isoflop"),
+    *("ops", "routing", "layers", "encoders", "model", "cache"),
+    *("data", "checkpoint", "generation", "hf", "loading", "view", "gathering", "recording", "drop_in"),
+    *("train", "isoflop"),
     *("commands", "cli", "__main__"),
 )
 HEAVY = {"transformers", "matplotlib", "ray", "triton", "soft_moe_pytorch"}

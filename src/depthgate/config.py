@@ -337,7 +337,7 @@ class BenchConfig(Options):
     context: str | int | None = option(
         None, "tokens read of each sequence, separated by commas; 512 or what fits unless given"
     )
-    new_tokens: int = count(32, "tokens of each that are written")
+    new_tokens: int = count(32, "tokens of each that are decoded")
     repeats: int = count(5, "how often the text is read")
     dtype: str = choice("auto", DTYPES, "float32, bfloat16, or auto: float32 on a CPU, else as a model is stored")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")

@@ -77,12 +77,12 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
             del cached[folder]
     for batch, context in product(config.numbers("batch"), contexts):
         reads = {folder: partial(each.read, texts[folder][:batch, :context]) for folder, each in cached.items()}
-        read = interleaved(reads, config.repeats, 3, device)
-        written = interleaved({folder: each.step for folder, each in cached.items()}, config.new_tokens, 0, device)
+        prefill = interleaved(reads, config.repeats, 3, device)
+        decode = interleaved({folder: each.step for folder, each in cached.items()}, config.new_tokens, 0, device)
         first: dict[str, float] = {}
         for folder, each in cached.items():
             weights = sum(tensor.nbytes for tensor in {*each.net.parameters(), *each.net.buffers()})
-            speeds = batch * context / median(read[folder]), batch / median(written[folder])
+            speeds = batch * context / median(prefill[folder]), batch / median(decode[folder])
             found = dict(zip(_FIGURES, (*speeds, weights + each.kv_bytes(), each.kv_bytes()), strict=True))
             first = first or found
             ratios = {name: value / first[name] for name, value in found.items()}
@@ -123,7 +123,7 @@ def run(config: BenchConfig, as_json: bool) -> None:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
     else:
         columns = ("model", "batch", "context", "prefill tokens/s", "decode tokens/s", "memory MiB", "K/V MiB")
-        title = f"{config.new_tokens} tokens written, {config.dtype}, medians; memory: weights + K/V; x: over the first"
+        title = f"{config.new_tokens} tokens decoded, {config.dtype}, medians; memory: weights + K/V; x: over the first"
         print_table(columns, map(_cells, rows), title)
         print(", ".join(f"{key} {value}" for key, value in about.items()))
     if wrong := [row["model"] for row in rows if "error" in row]:

@@ -78,9 +78,9 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
         about.append(note(f"{what} not UTF-8: � stands for each."))
     told = {
         "tokens": len(found.tokens),
-        "layers": found.numbers,
+        "layers": found.names,
         **{share: [layer.shares[share] for layer in found.layers] for share in SHARES},
-        "experts": [{"layer": e.number, "load": e.load, "null_share": e.bars.get("null", 0.0)} for e in found.experts],
+        "experts": [{"layer": e.name, "load": e.load, "null_share": e.bars.get("null", 0.0)} for e in found.experts],
     }
     return partial(text_page, f"depthgate view: {name}", join(about), found), partial(plans_figure, found, None), told
 

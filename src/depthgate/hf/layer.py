@@ -19,6 +19,7 @@ from depthgate.routing.causal import Threshold
 from depthgate.routing.losses import causal_bce
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
+from depthgate.routing.training import with_loss
 
 _Layer: Any = object  # next to the layer's own class, which is a module
 
@@ -150,25 +151,7 @@ def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
         return y
     rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy
     if isinstance(rule, Threshold):
-        return _InBackward.apply(y, None, lambda: rule.update(plan.scores, plan.valid, capacity))  # type: ignore[no-any-return, no-untyped-call]
+        return with_loss(y, None, lambda: rule.update(plan.scores, plan.valid, capacity))
     if weight and plan.decision.requires_grad:
-        return _InBackward.apply(y, weight * causal_bce(plan), None)  # type: ignore[no-any-return, no-untyped-call]
+        return with_loss(y, weight * causal_bce(plan))
     return y
-
-
-class _InBackward(torch.autograd.Function):
-    """y as it is; the backward pass also minimises `loss`, or calls `then`. With a hook of y instead, torch 2.11
-    compiles a graph out of order."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.then = then
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (loss,) = ctx.saved_tensors
-        if ctx.then is not None:
-            ctx.then()
-        return grad, None if loss is None else torch.ones_like(loss), None

@@ -7,23 +7,46 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from depthgate.routing.plan import Plan
 
-Words = Sequence[str] | None
-Grid = tuple[int, int] | None
 
+def plot(
+    plans: "Sequence[Plan]",
+    tokens: Sequence[str] | None = None,
+    grid: tuple[int, int] | None = None,
+    row: int = 0,
+    *,
+    prefix: int = 0,
+    causal_rule: bool = False,
+    names: Sequence[str] | None = None,
+) -> Any:
+    """A matplotlib figure of what a pass computed for one row of the batch: which tokens went through which layers, the
+    load of experts, the slots of Soft MoE.
 
-def plot(plans: "Sequence[Plan]", tokens: Words = None, grid: Grid = None, row: int = 0) -> Any:
-    """A matplotlib figure of one row of the batch: which tokens went through which layers, the load of experts, the
-    slots of Soft MoE. tokens: their texts; grid: rows and columns, where tokens are patches of an image."""
+    tokens: their texts. grid: rows and columns, where tokens are patches of an image, with a `prefix` of so many other
+    tokens (class and registers) before them. causal_rule: also show what the causal rule would choose, next to the
+    top k. names: of the layers; numbers from 0 unless given.
+    """
     from depthgate.view.figures import plans_figure
     from depthgate.view.routes import plan_decisions
 
-    return plans_figure(plan_decisions(plans, tokens, grid, row), grid)
+    return plans_figure(plan_decisions(plans, tokens, grid, row, prefix, causal_rule, names), grid, prefix)
 
 
-def save_page(plans: "Sequence[Plan]", path: str | Path, tokens: Words = None, grid: Grid = None, row: int = 0) -> None:
+def save_page(
+    plans: "Sequence[Plan]",
+    path: str | Path,
+    tokens: Sequence[str] | None = None,
+    grid: tuple[int, int] | None = None,
+    row: int = 0,
+    *,
+    prefix: int = 0,
+    causal_rule: bool = False,
+    names: Sequence[str] | None = None,
+    title: str = "depthgate: plans",
+) -> None:
     """The same as one self-contained HTML page, with every number."""
     from depthgate.files import write
     from depthgate.view.routes import plan_decisions
     from depthgate.view.routes_page import plans_page
 
-    write(Path(path), plans_page(plan_decisions(plans, tokens, grid, row), grid, tokens))
+    found = plan_decisions(plans, tokens, grid, row, prefix, causal_rule, names)
+    write(Path(path), plans_page(title, found, grid, prefix, tokens))

@@ -41,15 +41,17 @@ def figure_bytes(figure: Any, kind: str) -> bytes:
     return file.getvalue()
 
 
-def plans_figure(found: Decisions, grid: Grid | None) -> Any:
+def plans_figure(found: Decisions, grid: Grid | None, prefix: int = 0) -> Any:
     """One map for all layers that tokens skip, and a panel for each layer with experts that tokens came to."""
     panels: list[tuple[float, Callable[[Any], None]]] = []  # height, and what draws
-    if found.layers:
+    if found.layers and grid is None:
         panels.append((0.3 * len(found.layers) + 1.6, partial(_draw_map, found)))
+    elif found.layers and grid is not None:
+        panels.append((1.0 + 1.6 * -(-len(found.layers) // 6), partial(_draw_patches, found, grid, prefix)))
     panels += [(2.4, partial(_draw_load, layer)) for layer in found.experts if layer.used]
     for layer in found.slots:
         height = 2.8 if grid is None else 0.6 + 1.35 * -(-len(layer.into) // 8)
-        panels.append((height, partial(_draw_slots, layer, grid)))
+        panels.append((height, partial(_draw_slots, layer, grid, prefix)))
     if not panels:
         raise DepthgateError("no layer is routed and no token came to any expert: there is nothing to draw")
     heights = [height for height, _ in panels]
@@ -60,45 +62,76 @@ def plans_figure(found: Decisions, grid: Grid | None) -> Any:
     return figure
 
 
-def _draw_map(found: Decisions, part: Any) -> None:
-    from matplotlib.colors import ListedColormap
+def _cells(found: Decisions) -> list[list[int]]:
+    """For each layer and token, a number of _CELLS."""
+    return [[2 * a + b for a, b in zip(each.causal, each.top_k, strict=True)] for each in found.layers]
+
+
+def _draw_key(found: Decisions, part: Any) -> None:
     from matplotlib.patches import Patch
 
+    used = {cell for row in _cells(found) for cell in row}
+    keys = [(n, name, colour) for n, (name, colour) in enumerate(_CELLS.items()) if n in used]
+    names = {} if found.compared else {"both": "computed"}
+    handles = [Patch(color=colour, label=names.get(name, name)) for _, name, colour in keys]
+    part.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+
+
+def _draw_map(found: Decisions, part: Any) -> None:
+    from matplotlib.colors import ListedColormap
+
     axes, side = part.subplots(1, 2, sharey=True, width_ratios=(5, 1))
-    cells = [[2 * a + b for a, b in zip(each.causal, each.top_k, strict=True)] for each in found.layers]
-    axes.imshow(cells, cmap=ListedColormap([*_CELLS.values()]), vmin=0, vmax=3, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="token", ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.numbers)
+    colours = ListedColormap([*_CELLS.values()])
+    axes.imshow(_cells(found), cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="token", ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.names)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
-    used = {cell for row in cells for cell in row}
-    keys = [Patch(color=colour, label=name) for n, (name, colour) in enumerate(_CELLS.items()) if n in used]
-    part.legend(handles=keys, loc="outside upper center", ncols=4, frameon=False)
-    side.barh(range(len(found.layers)), [layer.shares["routed_share"] for layer in found.layers], color=_BLUE)
-    side.set(xlabel="routed share")
+    _draw_key(found, part)
+    side.barh(range(len(found.layers)), [found.routed_share(layer) for layer in found.layers], color=_BLUE)
+    side.set(xlabel="share computed", xlim=(0, 1))
     side.grid(alpha=0.3, axis="x")
 
 
+def _draw_patches(found: Decisions, grid: Grid, prefix: int, part: Any) -> None:
+    """For each layer, which patches of the image it computed."""
+    from matplotlib.colors import ListedColormap
+
+    colours, across = ListedColormap([*_CELLS.values()]), min(6, len(found.layers))
+    for place, (layer, cells) in enumerate(zip(found.layers, _cells(found), strict=True), 1):
+        axes = part.add_subplot(-(-len(found.layers) // across), across, place)
+        image = [cells[i : i + grid[1]] for i in range(prefix, len(cells), grid[1])]
+        axes.imshow(image, cmap=colours, vmin=0, vmax=3, interpolation="nearest")
+        axes.set(xticks=[], yticks=[])
+        before = f", prefix {sum(found.routed(layer)[:prefix])} of {prefix}" if prefix else ""
+        axes.set_title(f"layer {layer.name}: {found.routed_share(layer):.0%}{before}", fontsize=8)
+    _draw_key(found, part)
+
+
 def _draw_load(layer: ExpertLayer, part: Any) -> None:
-    axes = part.add_subplot(title=f"layer {layer.number}: load of the experts", ylabel="share of choices")
+    axes = part.add_subplot(title=f"layer {layer.name}: load of the experts", ylabel="share of choices")
     axes.bar(layer.bars.keys(), layer.bars.values(), color=_BLUE)
     axes.axhline(1 / (layer.experts + layer.null_experts), color=_ORANGE, linestyle="--", linewidth=1)
 
 
-def _draw_slots(layer: SlotLayer, grid: Grid | None, part: Any) -> None:
+def _draw_slots(layer: SlotLayer, grid: Grid | None, prefix: int, part: Any) -> None:
     if grid is None:
         axes = part.add_subplot()
-        axes.imshow(layer.into, aspect="auto", cmap="magma", interpolation="nearest")
-        axes.set(title=f"layer {layer.number}: how much of each token a slot holds", xlabel="token", ylabel="slot")
+        image = axes.imshow(layer.into, aspect="auto", cmap="magma", interpolation="nearest")
+        axes.set(title=f"layer {layer.name}: how much of each token a slot holds", xlabel="token", ylabel="slot")
+        part.colorbar(image, ax=axes, label="weight")
         return
-    part.suptitle(f"layer {layer.number}: how much of each patch a slot holds", fontsize=10)
+    part.suptitle(f"layer {layer.name}: how much of each patch a slot holds", fontsize=10)
     high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
     for number, row in enumerate(layer.into):
         axes = part.add_subplot(-(-len(layer.into) // 8), min(8, len(layer.into)), number + 1)
         axes.set_axis_off()
-        image = [row[i : i + grid[1]] for i in range(0, len(row), grid[1])]
-        axes.imshow(image, cmap="magma", vmin=0, vmax=high, interpolation="nearest")
+        image = axes.imshow(
+            [row[i : i + grid[1]] for i in range(prefix, len(row), grid[1])],
+            **{"cmap": "magma", "vmin": 0, "vmax": high, "interpolation": "nearest"},
+        )
         axes.set_title(f"expert {number // layer.slots}, slot {number % layer.slots}", fontsize=7)
+    part.colorbar(image, ax=part.axes, label="weight", shrink=0.8)
 
 
 def runs_figure(runs: Sequence[Run]) -> Any:

@@ -72,7 +72,9 @@
 
   function tell() {
     const { t, l } = at, a = on(data.causal, l, t), b = on(data.top_k, l, t);
-    const how = a && b ? "routed" : a ? "routed causally, not by the top k" : b ? "skipped causally, but in the top k" : "skipped";
+    const [mine, best] = data.computed === "top_k" ? ["skipped, but routed by the causal rule", "routed, but not by the causal rule"]
+      : ["routed causally, not by the top k", "skipped causally, but in the top k"];
+    const how = a && b ? "routed" : a ? mine : b ? best : "skipped";
     const gate = a || data.gates[l][t] !== 0 ? ", gate " + number(data.gates[l][t]) : "", name = document.createElement("bdi");
     name.textContent = data.tokens[t];  // in an element of its own: if it runs from right to left, the rest of the line does not
     said.replaceChildren(`Token ${t} "`, name, `", layer ${data.layers[l]}: ${how}, score ${number(data.scores[l][t])}${gate}`);

@@ -215,7 +215,7 @@ def _characters(signs: str) -> Iterator[tuple[str, int]]:
             yield other, 1
 
 
-def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers: Sequence[int]) -> Html:
+def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int | str]], layers: Sequence[int | str]) -> Html:
     """The text, where token t went through the routed layers through[t]. Depth of colour and thickness of the line
     below both say how many; the legend counts them; hovering names them."""
     spans = [_span(t, *each, len(layers)) for t, each in enumerate(zip(pieces(tokens), through, strict=True))]
@@ -228,7 +228,7 @@ def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int]], layers:
     return fill("text", text=Html("".join(spans)), keys=Html("".join(keys)))
 
 
-def _span(number: int, piece: Piece, at: Sequence[int], most: int) -> str:
+def _span(number: int, piece: Piece, at: Sequence[int | str], most: int) -> str:
     shown = "".join(f'<span class="sign">{html(sign)}</span>' if (sign := _sign(c)) else html(c) for c in piece.text)
     where = f"layers {', '.join(map(str, at))}" if at else "no routed layer"
     style = f' style="--share:{len(at) / most:.3g}"' if at else ""

@@ -4,7 +4,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -18,7 +18,7 @@ from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.loading import LanguageModel
 from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
 
-SHARES = ("routed_share", "top_k_share", "agreement", "rule_accuracy")
+SHARES = ("routed_share", "top_k_share", "decided_alike", "rule_accuracy")
 Grid = tuple[int, int]  # rows and columns of an image's patches
 
 
@@ -26,12 +26,24 @@ Grid = tuple[int, int]  # rows and columns of an image's patches
 class RoutedLayer:
     """One layer that tokens may skip; each list has a value for every token."""
 
-    number: int  # from 1
+    name: int | str
     scores: list[float] = field(default_factory=list)
     gates: list[float] = field(default_factory=list)  # factors of the block's result; 0 where the token skips
     causal: list[bool] = field(default_factory=list)  # routed by the causal rule
     top_k: list[bool] = field(default_factory=list)  # routed by the top k, in a pass where all layers take the top k
     rule: list[bool] = field(default_factory=list)  # the causal rule in that same pass: what it is trained to get right
+
+    def add(self, plan: Slots, row: int, kept: Sequence[bool], causal: Tensor, top_k: Tensor, rule: Tensor) -> None:
+        """Take in more tokens, of a row of the batch."""
+
+        def values(of: Tensor) -> Iterator[Any]:
+            return compress(of[row, :, 0].tolist(), kept)
+
+        self.scores.extend(values(plan.scores))
+        self.gates.extend(values(torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.mT)))
+        self.causal.extend(values(causal))
+        self.top_k.extend(values(top_k))
+        self.rule.extend(values(rule))
 
     @property
     def shares(self) -> dict[str, float]:
@@ -46,7 +58,7 @@ class RoutedLayer:
 class ExpertLayer:
     """One layer whose tokens go to experts; those from `experts` on are null."""
 
-    number: int
+    name: int | str
     experts: int
     null_experts: int
     choices: list[list[int]] = field(default_factory=list)  # the experts of each token; none where it skips the layer
@@ -79,7 +91,7 @@ class ExpertLayer:
 class SlotLayer:
     """One Soft MoE layer: E experts with C slots each, over T tokens."""
 
-    number: int
+    name: int | str
     slots: int  # of each expert
     into: list[list[float]]  # (E * C, T) how much of each token a slot holds: each row sums to one
     bars: dict[str, float]  # each expert's part in the tokens' results, the mean over tokens
@@ -87,8 +99,8 @@ class SlotLayer:
 
 @dataclass(frozen=True)
 class Decisions:
-    """Tokens of a text or of one row of a batch, and what layers decided about them. Layers are numbered from 1; where
-    no model is known, by the place of their plan."""
+    """Tokens of a text or of one row of a batch, and what layers decided about them. Layers are named by their number
+    in the model, from 0; where no model is known, by the number of their plan, or as they were recorded."""
 
     depth: int  # layers in all
     layers: list[RoutedLayer]
@@ -96,34 +108,40 @@ class Decisions:
     losses: list[float] = field(default_factory=list)  # nats, given the tokens before; not a number where none is
     experts: list[ExpertLayer] = field(default_factory=list)
     slots: list[SlotLayer] = field(default_factory=list)
+    computed: str = "causal"  # the list of a RoutedLayer that tells what the pass computed: causal or top_k
+    compared: bool = True  # True if the other list tells what the other choice would be, and not the same
 
     def add(self, tokens: Sequence[str], losses: Sequence[float], causal: Plans, top_k: Plans, row: int) -> None:
         """Take in more tokens: the plans of a causal pass and of one by the top k over them, in a row of the batch.
         Padding is left out."""
         mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
-        valid = mine[0].valid if mine else None
-        kept = [True] * len(tokens) if valid is None else valid[row].tolist()
-
-        def values(of: Tensor) -> Iterator[Any]:
-            return compress(of[row, :, 0].tolist(), kept)
-
+        kept = _kept(mine[0].valid if mine else None, row, len(tokens))
         self.tokens.extend(compress(tokens, kept))
         self.losses.extend(compress(losses, kept))
         for layer, plan, other in zip(self.layers, mine, best, strict=True):
-            layer.scores.extend(values(plan.scores))
-            layer.gates.extend(values(torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.mT)))
-            layer.causal.extend(values(plan.chosen if plan.causal else plan.causal_choice))
-            layer.top_k.extend(values(other.chosen))
-            layer.rule.extend(values(other.chosen if other.causal else other.causal_choice))
+            layer.add(plan, row, kept, plan.chosen, other.chosen, other.causal_choice)
+
+    def routed(self, layer: RoutedLayer) -> list[bool]:
+        """For each token, whether the pass computed it in a layer."""
+        return layer.top_k if self.computed == "top_k" else layer.causal
+
+    def routed_share(self, layer: RoutedLayer) -> float:
+        """Share of the tokens that the pass computed in a layer."""
+        return sum(self.routed(layer)) / max(1, len(self.tokens))
 
     @property
-    def through(self) -> list[list[int]]:
-        """For each token, the numbers of the routed layers that computed it, by the causal rule."""
-        return [[layer.number for layer in self.layers if layer.causal[t]] for t in range(len(self.tokens))]
+    def through(self) -> list[list[int | str]]:
+        """For each token, the names of the routed layers that computed it."""
+        return [[layer.name for layer in self.layers if self.routed(layer)[t]] for t in range(len(self.tokens))]
 
     @property
-    def numbers(self) -> list[int]:
-        return [layer.number for layer in self.layers]
+    def names(self) -> list[int | str]:
+        return [layer.name for layer in self.layers]
+
+
+def _kept(valid: Tensor | None, row: int, tokens: int) -> list[bool]:
+    """For each token of a row, whether it is not padding."""
+    return [True] * tokens if valid is None else valid[row].tolist()
 
 
 def held_out_tokens(documents: Documents, most: int) -> list[int]:
@@ -138,8 +156,8 @@ def held_out_tokens(documents: Documents, most: int) -> list[int]:
 def read(model: LanguageModel, ids: Sequence[int]) -> Decisions:
     """The decisions of a model's routers and experts about a text, which is read a window at a time."""
     kinds = model.kinds
-    layers = [RoutedLayer(i) for i, kind in enumerate(kinds, 1) if kind in ROUTED_KINDS]
-    experts = [ExpertLayer(i, *model.experts) for i, kind in enumerate(kinds, 1) if kind in EXPERT_KINDS]
+    layers = [RoutedLayer(i) for i, kind in enumerate(kinds) if kind in ROUTED_KINDS]
+    experts = [ExpertLayer(i, *model.experts) for i, kind in enumerate(kinds) if kind in EXPERT_KINDS]
     found = Decisions(len(kinds), layers, experts=experts)
     for start in range(0, len(ids), model.context):
         part = ids[start : start + model.context]
@@ -176,31 +194,59 @@ def _choices(plan: Groups | Slots, row: int) -> list[list[int]]:
     return [[expert for expert, on in enumerate(chosen) if on] for chosen in plan.chosen[row].tolist()]
 
 
-def plan_decisions(plans: Sequence[Plan], tokens: Sequence[str] | None, grid: Grid | None, row: int) -> Decisions:
-    """The decisions of plans about one row of their batch."""
+def plan_decisions(
+    plans: Sequence[Plan],
+    tokens: Sequence[str] | None = None,
+    grid: Grid | None = None,
+    row: int = 0,
+    prefix: int = 0,
+    causal_rule: bool = False,
+    names: Sequence[str] | None = None,
+) -> Decisions:
+    """The decisions of plans about one row of their batch: see `depthgate.view.plot`."""
     if not plans:
         raise DepthgateError("there are no plans: no layer of the model routes")
     check_count(row, "row", minimum=0, maximum=min(plan.scores.shape[0] for plan in plans) - 1)
     length = max(plan.scores.shape[1] for plan in plans)
     if tokens is not None and len(tokens) != length:
         raise DepthgateError(f"there are {len(tokens)} tokens, and plans for {length}: they are of another text")
-    for side, name in zip(grid or (), ("rows of grid", "columns of grid"), strict=False):
-        check_count(side, name)
+    check_grid(grid, prefix, length)
     experts, slots, routed = [], [], {}
-    for number, plan in enumerate(plans, 1):
+    labels: Sequence[int | str] = names if names and all(names) else range(len(plans))
+    for name, plan in zip(labels, plans, strict=True):
         if isinstance(plan, Soft):
             back = plan.back[row].sum(-1)  # (T, E)
             load = (back if plan.valid is None else back[plan.valid[row]]).mean(0).tolist()
             bars = {str(expert): share for expert, share in enumerate(load)}
-            slots.append(SlotLayer(number, plan.into.shape[-1], plan.into[row].flatten(1).mT.tolist(), bars))
+            slots.append(SlotLayer(name, plan.into.shape[-1], plan.into[row].flatten(1).mT.tolist(), bars))
         elif isinstance(plan, Groups) or plan.tokens.shape[1] > 1:
             many = plan.ends.shape[0] if isinstance(plan, Groups) else plan.tokens.shape[1]
-            experts.append(ExpertLayer(number, many, plan.scores.shape[-1] - many, _choices(plan, row)))
+            experts.append(ExpertLayer(name, many, plan.scores.shape[-1] - many, _choices(plan, row)))
         elif plan.scores.shape[1] == length:  # within a routed layer, others see the routed tokens alone
-            routed[number] = plan
-    if grid is not None and any(grid[0] * grid[1] != len(layer.into[0]) for layer in slots):
-        raise InvalidValueError(f"grid is {grid}, but there are {length} tokens: rows * columns must be as many")
-    found = Decisions(len(plans), [RoutedLayer(number) for number in routed], experts=experts, slots=slots)
-    same = tuple(routed.values())
-    found.add(tokens or list(map(str, range(length))), [math.nan] * length, same, same, row)
+            routed[name] = plan
+    top_k = any(not plan.causal for plan in routed.values())
+    found = Decisions(len(plans), [RoutedLayer(name) for name in routed], experts=experts, slots=slots)
+    found = replace(found, computed="top_k" if top_k else "causal", compared=causal_rule and top_k)
+    valid = next((plan.valid for plan in plans if plan.scores.shape[1] == length), None)
+    kept = _kept(None if grid else valid, row, length)  # patches have places, padding or not
+    found.tokens.extend(compress(tokens or map(str, range(length)), kept))
+    found.losses.extend([math.nan] * len(found.tokens))
+    for layer, plan in zip(found.layers, routed.values(), strict=True):
+        layer.add(plan, row, kept, plan.causal_choice if found.compared else plan.chosen, plan.chosen, plan.chosen)
     return found
+
+
+def check_grid(grid: Any, prefix: Any, tokens: int) -> None:
+    """Refuse a grid that is not rows and columns of as many patches as there are tokens after the prefix."""
+    check_count(prefix, "prefix", minimum=0)
+    if grid is None:
+        return
+    if not isinstance(grid, Sequence) or len(grid) != 2:
+        raise InvalidValueError(f"grid is {grid!r}: it must be rows and columns, such as (14, 14)")
+    rows, columns = (
+        check_count(side, name) for side, name in zip(grid, ("rows of grid", "columns of grid"), strict=True)
+    )
+    if rows * columns + prefix != tokens:
+        raise InvalidValueError(
+            f"grid is {grid}, prefix {prefix}, but there are {tokens} tokens: rows * columns + prefix must be as many"
+        )

@@ -17,30 +17,45 @@ _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many
 
 def text_page(title: str, about: object, found: Decisions) -> Html:
     """The page of a text: which tokens went deep, layer by layer."""
-    text = {"": about, "The text, by depth": pages.routed_text(found.tokens, found.through, found.numbers)}
+    text = {"": about, "The text, by depth": pages.routed_text(found.tokens, found.through, found.names)}
     if found.layers:
         deep = {"Which tokens go deep": _deep(found)}
     else:
         deep = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
-    return pages.page(title, text | _routing(found) | deep | _experts(found, found.tokens, None))
+    return pages.page(title, text | _routing(found, None, 0) | deep | _experts(found, found.tokens, None, 0))
 
 
-def plans_page(found: Decisions, grid: Grid | None, tokens: Sequence[str] | None) -> Html:
+def plans_page(title: str, found: Decisions, grid: Grid | None, prefix: int, tokens: Sequence[str] | None) -> Html:
     """A page of plans alone: a section for each kind that there is."""
-    about = "What the routers of a model did with one row of a batch. Layers are numbered by their plans, from 1."
-    sections = {"": pages.paragraph(about)} | _routing(found) | _experts(found, tokens, grid)
-    return pages.page("depthgate: plans", sections)
+    how = "the top k" if found.computed == "top_k" else "the causal rule"
+    about = (
+        f"One row of a batch: what the layers computed, as chosen by {how}." if found.layers else "One row of a batch."
+    )
+    sections = {"": pages.paragraph(about)} | _routing(found, grid, prefix) | _experts(found, tokens, grid, prefix)
+    return pages.page(title, sections)
 
 
-def _routing(found: Decisions) -> dict[str, Html]:
+def _routing(found: Decisions, grid: Grid | None, prefix: int) -> dict[str, Html]:
     if not found.layers:
         return {}
-    return {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
+    patches = {} if grid is None else {"Patches": _patches(found, grid, prefix)}
+    return patches | {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
 
 
-def _experts(found: Decisions, tokens: Sequence[str] | None, grid: Grid | None) -> dict[str, Html]:
+def _experts(found: Decisions, tokens: Sequence[str] | None, grid: Grid | None, prefix: int) -> dict[str, Html]:
     sections = {"Experts": _expert_layers(found.experts, tokens)} if found.experts else {}
-    return sections | ({"Soft MoE": _slot_layers(found.slots, grid)} if found.slots else {})
+    return sections | ({"Soft MoE": _slot_layers(found.slots, grid, prefix)} if found.slots else {})
+
+
+def _patches(found: Decisions, grid: Grid, prefix: int) -> Html:
+    """For each layer, a small image of the gates of the patches that it computed."""
+    gates = [
+        [gate if on else 0.0 for gate, on in zip(layer.gates, found.routed(layer), strict=True)][prefix:]
+        for layer in found.layers
+    ]
+    names = [f"layer {layer.name}, {found.routed_share(layer):.0%}" for layer in found.layers]
+    heading = "The patches that each layer computed, by their gates"
+    return pages.join([_small_maps("patches", heading, gates, grid, names), pages.script("small_maps.js")])
 
 
 def _map(found: Decisions) -> Html:
@@ -49,15 +64,17 @@ def _map(found: Decisions) -> Html:
     data = {
         "tokens": [piece.label for piece in shown],
         "heads": {t: piece.heading for t, piece in enumerate(shown) if piece.heading != piece.label},
-        "layers": found.numbers,
+        "layers": found.names,
         "scores": scores,
         "gates": gates,
+        "computed": found.computed if found.compared else "",
         "causal": ["".join(str(int(on)) for on in layer.causal) for layer in layers],
         "top_k": ["".join(str(int(on)) for on in layer.top_k) for layer in layers],
     }
     size = {"layers": count(len(layers), "layer"), "tokens": count(len(shown), "token")}
     parts = {"data": pages.data("routes", data), "script": pages.script("map.js")}
-    drawn = pages.fill("map", cells=len(layers) * len(shown), **size, **parts)
+    key = pages.fill("map_compared" if found.compared else "map_computed")
+    drawn = pages.fill("map", key=key, cells=len(layers) * len(shown), **size, **parts)
     odd = sum(row.count(None) for row in scores + gates)
     said = "of the scores and gates is not a number" if odd == 1 else "of the scores and gates are not numbers"
     note = pages.note(f"{odd:,} {said} (NaN or infinite): no mean and no histogram counts them.")
@@ -75,16 +92,17 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def _layers(found: Decisions) -> Html:
-    shares = ("routed causally", "routed by the top k", "decided alike", "rule right")
+    heads = ["routed causally", "routed by the top k", "decided alike", "rule right"] if found.compared else ["routed"]
     lines = []
     for layer in found.layers:
-        shown = [f"{share:.1%}" for share in layer.shares.values()]
-        gates = [gate for gate, on in zip(layer.gates, layer.causal, strict=True) if on]
-        lines.append([layer.number, *shown, _mean(layer.scores), _mean(gates)])
-    routed = {str(layer.number): layer.shares["routed_share"] for layer in found.layers}
-    bars = pages.bar_chart("Routed share of each layer", "The causal choice.", routed, "share of tokens", x="layer")
-    heads = ("layer", *shares, "mean score", "mean gate")
-    return pages.join([pages.table(heads, lines, pages.fill("about_layers")), bars])
+        shares = layer.shares.values() if found.compared else [found.routed_share(layer)]
+        gates = [gate for gate, on in zip(layer.gates, found.routed(layer), strict=True) if on]
+        lines.append([layer.name, *[f"{share:.1%}" for share in shares], _mean(layer.scores), _mean(gates)])
+    routed = {str(layer.name): found.routed_share(layer) for layer in found.layers}
+    how = "The top k." if found.computed == "top_k" else "The causal choice."
+    bars = pages.bar_chart("Routed share of each layer", how, routed, "share of tokens", x="layer")
+    about = pages.fill("about_layers") if found.compared else Html("")
+    return pages.join([pages.table(("layer", *heads, "mean score", "mean gate"), lines, about), bars])
 
 
 def _histograms(found: Decisions) -> Html:
@@ -94,7 +112,7 @@ def _histograms(found: Decisions) -> Html:
             counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
             bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
             about = f"How many of {count(len(scores), 'token')} have which score."
-            drawn.append(pages.bar_chart(f"Layer {layer.number}", about, bars, "tokens", x="router score"))
+            drawn.append(pages.bar_chart(f"Layer {layer.name}", about, bars, "tokens", x="router score"))
     return pages.row(drawn or [pages.paragraph("No score is a finite number.")])
 
 
@@ -130,19 +148,19 @@ def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) 
     rows, charts, forms = [], [], []
     for layer in layers:
         if not layer.used:
-            rows.append([layer.number, "no token came", layer.experts, *["-"] * (len(heads) - 3)])
+            rows.append([layer.name, "no token came", layer.experts, *["-"] * (len(heads) - 3)])
             continue
         busy = (f"{max(layer.load):.1%}", f"{min(layer.load):.1%}", f"{layer.effective:.1f} experts")
         null = f"{layer.bars['null']:.1%}" if layer.null_experts else "no null experts"
-        rows.append([layer.number, f"{layer.used:,}", layer.experts, *busy, null])
+        rows.append([layer.name, f"{layer.used:,}", layer.experts, *busy, null])
         even = 1 / (layer.experts + layer.null_experts)
-        charts.append(_load(layer.number, pages.fill("about_load"), layer.bars, "share of the choices", even))
+        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even))
         if tokens is not None and len(layer.choices) == len(tokens):
             forms.append(_expert_tokens(layer, tokens))
     return pages.join([pages.table(heads, rows, pages.fill("about_experts")), pages.row(charts), *forms])
 
 
-def _load(layer: int, about: str, bars: dict[str, float], y: str, even: float) -> Html:
+def _load(layer: int | str, about: str, bars: dict[str, float], y: str, even: float) -> Html:
     return pages.bar_chart(f"Layer {layer}, load of its experts", about, bars, y, x="expert", even=even)
 
 
@@ -159,31 +177,39 @@ def _expert_tokens(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
         said = [f"{isolated(visible(token))} {n} of {times[token]}" for token, n in ranked[:_FORMS]]
         name = "null" if expert == layer.experts else str(expert)
         lines.append([name, f"{chose[expert].total():,}", *said, *[""] * (_FORMS - len(said))])
-    about = f"Layer {layer.number}: the tokens that most surely go to each expert, and how often they do."
+    about = f"Layer {layer.name}: the tokens that most surely go to each expert, and how often they do."
     return pages.table(("expert", "tokens", *["token, times"] * _FORMS), lines, about)
 
 
-def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None) -> Html:
+def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None, prefix: int) -> Html:
     """Load of the experts, and a map for each slot."""
     about = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
-    charts = [_load(layer.number, about, layer.bars, "share", 1 / len(layer.bars)) for layer in layers]
+    charts = [_load(layer.name, about, layer.bars, "share", 1 / len(layer.bars)) for layer in layers]
     parts: list[object] = [pages.row(charts)]
     if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
         parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
     drawn = [layer for layer in layers if len(layer.into) * len(layer.into[0]) <= _MOST_CELLS]
-    parts += [_slot_map(layer, grid) for layer in drawn]
+    parts += [_slot_map(layer, grid, prefix) for layer in drawn]
     if drawn:
-        parts.append(pages.script("slots.js"))
+        parts.append(pages.script("small_maps.js"))
     if len(drawn) < len(layers):
         parts.append(pages.paragraph(f"Layers with more than {_MOST_CELLS:,} weights are too large to draw."))
     return pages.join(parts)
 
 
-def _slot_map(layer: SlotLayer, grid: Grid | None) -> Html:
-    name, many, tokens = f"slots-{layer.number}", len(layer.into), len(layer.into[0])
-    rows, columns = grid or (1, tokens)
+def _slot_map(layer: SlotLayer, grid: Grid | None, prefix: int) -> Html:
+    names = [f"expert {slot // layer.slots}, slot {slot % layer.slots}" for slot in range(len(layer.into))]
+    into = layer.into if grid is None else [row[prefix:] for row in layer.into]
+    return _small_maps(f"slots-{layer.name}", f"Layer {layer.name}, what its slots hold", into, grid, names)
+
+
+def _small_maps(
+    key: str, heading: str, rows: Sequence[Sequence[float]], grid: Grid | None, names: Sequence[str]
+) -> Html:
+    """A small map for each row of weights, of patches or of tokens, all on one scale."""
+    down, across = grid or (1, len(rows[0]))
     what, each = ("token", "row") if grid is None else ("patch", "map")
-    into = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in layer.into]
-    shape = {"rows": rows, "columns": columns, "slots": layer.slots, "what": what}
-    data, cells = pages.data(name, {**shape, "into": into}), many * tokens
-    return pages.fill("slots", layer=layer.number, name=name, many=many, cells=cells, each=each, data=data, **shape)
+    shown = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in rows]
+    data = pages.data(key, {"rows": down, "columns": across, "what": what, "names": names, "weights": shown})
+    size = {"rows": down, "columns": across, "many": len(rows), "cells": len(rows) * len(rows[0])}
+    return pages.fill("small_maps", key=key, heading=heading, what=what, each=each, data=data, **size)

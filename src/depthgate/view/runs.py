@@ -184,7 +184,7 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
         share |= {run.name: [] for run in runs if not run.layers}
         if len(runs) == 1:
             each = [lines(f"routed_share/{i}").values() for i in range(runs[0].layers)]
-            which, share = "each routed layer", {f"routed layer {i}": line for i, (line,) in enumerate(each, 1)}
+            which, share = "each routed layer", {f"routed layer {i}": line for i, (line,) in enumerate(each)}
         about = f"The share of the tokens that go through {which}."
         found.append({"title": "Routed share", "about": about, "series": share, "y": "share of tokens"})
     about, speeds = f"Of training steps alone: no checkpoints, no start. {means}", lines("tokens_per_second")

@@ -1,8 +1,9 @@
-// Slot maps of Soft MoE: for each slot, how much of each patch (or token) it holds.
-document.querySelectorAll("canvas.slots").forEach((canvas) => {
+// Small maps of weights over patches (or tokens): those of slots of Soft MoE, or gates of the patches that a layer computed.
+document.querySelectorAll("canvas.small").forEach((canvas) => {
   const data = JSON.parse(document.getElementById(canvas.dataset.from).textContent);
   const said = document.getElementById(canvas.dataset.from + "-said");
-  const { rows, columns, into } = data, most = Math.max(...into.map((row) => Math.max(...row))) || 1;  // null counts as 0
+  const { rows, columns, names, weights: into } = data, most = Math.max(...into.map((row) => Math.max(...row))) || 1;  // null: 0
+  document.getElementById(canvas.dataset.from + "-most").textContent = most;
   const LABEL = 16, GAP = 10, flat = rows === 1;
   let at = { slot: 0, cell: 0 }, across = 1, cell = 8, high = 8, base = null;
 
@@ -12,7 +13,7 @@ document.querySelectorAll("canvas.slots").forEach((canvas) => {
     return `rgb(${stops[i].map((low, c) => Math.round(low + f * (stops[i + 1][c] - low))).join(" ")})`;
   };
   const place = (slot) => [(slot % across) * (columns * cell + GAP), Math.floor(slot / across) * (rows * high + LABEL + GAP)];
-  const name = (slot) => `expert ${Math.floor(slot / data.slots)}, slot ${slot % data.slots}`;
+  const name = (slot) => names[slot];
 
   function layout() {
     const wide = canvas.parentElement.clientWidth;
@@ -55,7 +56,7 @@ document.querySelectorAll("canvas.slots").forEach((canvas) => {
   function tell() {
     const n = at.cell, weight = into[at.slot][n];
     const where = flat ? `${data.what} ${n}` : `${data.what} in row ${Math.floor(n / columns)}, column ${n % columns}`;
-    const told = weight === null ? "weight not a number" : `weight ${weight}, ${(weight * rows * columns).toFixed(2)} times an even share`;
+    const told = weight === null ? "not a number" : weight;
     said.textContent = `${name(at.slot)}, ${where}: ${told}`;
     draw();
   }
