@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import depthgate as dg
-from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
+from depthgate.layers import Attention, Block, MoD, MoE, SoftMoE, SwiGLU
 from depthgate.ops.rows import masked_positions
 from depthgate.routing import RULES, TopTokens
 from tests.conftest import close
@@ -340,7 +340,7 @@ def test_staged_mode_is_mod_around_a_block_with_experts():
 def test_any_update_can_be_routed():
     """Feed-forwards too, each with the arguments that every Update takes."""
     x = torch.randn(2, 8, D)
-    for update in (SwiGLU(D), MixtureOfExperts(D, 4), dg.SoftMoE(D, 2)):
+    for update in (SwiGLU(D), MoE(D, 4), SoftMoE(D, 2)):
         routed, (plan, *_) = MoD(update, TopTokens(D, 0.5))(x, max_documents=1)
         assert (routed[~plan.chosen[..., 0]] == 0).all()
         assert (routed[plan.chosen[..., 0]] != 0).any()

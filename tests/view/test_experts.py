@@ -27,7 +27,7 @@ def test_load_and_null_share_by_hand():
 
 
 def test_experts_of_a_model_are_those_of_its_plans(runs):
-    """Layer 1 is moe, layer 2 is mode: there the experts see the tokens that enter, and no others."""
+    """Layer 0 is moe, layer 1 is mode: there the experts see the tokens that enter, and no others."""
     model = dg.load(runs / "mode")
     ids = model.tokenizer.encode(TEXT)[:32]
     found = read(model, ids)
@@ -35,7 +35,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     outer, within = (p for p in model(torch.tensor([ids]), causal=True).plans[1:])
     first = model(torch.tensor([ids]), causal=True).plans[0]
     assert isinstance(first, Groups)
-    assert (moe.number, moe.experts, moe.null_experts) == (1, 4, 2)
+    assert (moe.name, moe.experts, moe.null_experts) == (0, 4, 2)
     assert moe.choices == first.choice[0].tolist()
     counts = torch.bincount(first.choice.flatten(), minlength=6).double() / first.choice.numel()
     assert moe.load == pytest.approx(counts[:4].tolist())
@@ -45,7 +45,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
     assert 0 < len(entering) < len(ids)
     assert [t for t, chosen in enumerate(mode.choices) if chosen] == entering
     assert [mode.choices[t] for t in entering] == within.choice[0].tolist()[: len(entering)]
-    assert found.numbers == [2]
+    assert found.names == [1]
 
 
 def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
@@ -56,15 +56,15 @@ def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
     )
     plans = dg.Decoder(config)(torch.tensor([[1]])).plans
     choices = expert_choices(config.kinds, _without_entries(plans), 1)
-    waiting, idle = (ExpertLayer(number, 4, 2, chosen) for number, chosen in enumerate(choices, 1))
-    layer = RoutedLayer(2, [0.0], [0.0], [True], [True], [True])
+    waiting, idle = (ExpertLayer(number, 4, 2, chosen) for number, chosen in enumerate(choices))
+    layer = RoutedLayer(1, [0.0], [0.0], [True], [True], [True])
     found = Decisions(2, [layer], ["a"], [0.0], [waiting, idle])
     assert (waiting.used, idle.used) == (1, 0)
     page = text_page("t", "about", found)
-    assert '<th scope="row">2</th><td>no token came</td><td>4</td><td>-</td>' in page
-    assert "Layer 1, load of its experts" in page
-    assert "Layer 2, load of its experts" not in page
-    assert [axes.get_title() for axes in plans_figure(found, None).axes][2:] == ["layer 1: load of the experts"]
+    assert '<th scope="row">1</th><td>no token came</td><td>4</td><td>-</td>' in page
+    assert "Layer 0, load of its experts" in page
+    assert "Layer 1, load of its experts" not in page
+    assert [axes.get_title() for axes in plans_figure(found, None).axes][2:] == ["layer 0: load of the experts"]
     with pytest.raises(DepthgateError, match="no token came to any expert"):
         plans_figure(Decisions(2, [], experts=[idle]), None)
 
@@ -79,18 +79,17 @@ def _without_entries(plans):
 def test_the_page_of_experts(runs, tmp_path, capfd):
     assert view_model(runs / "mode", tmp_path / "page.html", "--prompt", TEXT, "--json") == 0
     told = json.loads(capfd.readouterr().out)["experts"]
-    assert [layer["layer"] for layer in told] == [1, 2]
+    assert [layer["layer"] for layer in told] == [0, 1]
     for layer in told:
         assert sum(layer["load"]) + layer["null_share"] == pytest.approx(1)
     text = (tmp_path / "page.html").read_text()
-    assert "Layer 1, load of its experts" in text
+    assert "Layer 0, load of its experts" in text
     assert f"{told[0]['null_share']:.1%}" in text
 
 
 def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
     layer = dg.SoftMoE(8, num_experts=3, slots_per_expert=2)
-    _, plans = layer(torch.randn(2, 12, 8))
-    assert isinstance(plans, tuple)
+    _, plans = layer(torch.randn(2, 12, 8), return_plans=True)
     (found,) = plan_decisions(plans, None, None, row=1).slots
     assert torch.allclose(torch.tensor(found.into), plans[0].into[1].reshape(12, 6).T)
     assert torch.tensor(found.into).sum(1).tolist() == pytest.approx([1.0] * 6, abs=1e-5)
@@ -98,11 +97,12 @@ def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
     assert load == pytest.approx(plans[0].back[1].sum(-1).mean(0).tolist())
     assert sum(load) == pytest.approx(1, abs=1e-5)
     dg.view.save_page(plans, tmp_path / "page.html", grid=(3, 4), row=1)
-    data = page_data(tmp_path / "page.html", "slots-1")
-    assert (data["rows"], data["columns"], data["slots"]) == (3, 4, 2)
-    for shown, row in zip(data["into"], found.into, strict=True):
+    data = page_data(tmp_path / "page.html", "slots-0")
+    assert (data["rows"], data["columns"]) == (3, 4)
+    assert data["names"] == [f"expert {e}, slot {s}" for e in range(3) for s in range(2)]
+    for shown, row in zip(data["weights"], found.into, strict=True):
         assert shown == pytest.approx(row, rel=5e-3)
-    with pytest.raises(DepthgateError, match=r"grid is \(5, 5\), but there are 12 tokens"):
+    with pytest.raises(DepthgateError, match=r"grid is \(5, 5\), prefix 0, but there are 12 tokens"):
         dg.view.plot(plans, grid=(5, 5))
     with pytest.raises(DepthgateError, match="rows of grid is -3"):
         dg.view.plot(plans, grid=(-3, -4))
@@ -118,22 +118,71 @@ def test_plans_of_every_layer_can_be_plotted(runs):
     mask = torch.arange(16) < torch.tensor([[16], [5]])
     model = dg.load(runs / "mode")
     made = [
-        dg.MixtureOfDepths(block, 8, 0.25)(x, mask=mask)[1],
-        dg.MixtureOfExperts(8, 4, null_experts=2)(x)[1],
-        dg.MixtureOfExperts(8, 4, choice="experts")(x)[1],
-        dg.SoftMoE(8, 4)(x)[1],
+        dg.MixtureOfDepths(block, 8, 0.25)(x, mask=mask, return_plans=True)[1],
+        dg.MixtureOfExperts(8, 4, null_experts=2)(x, return_plans=True)[1],
+        dg.MixtureOfExperts(8, 4, choice="experts")(x, return_plans=True)[1],
+        dg.SoftMoE(8, 4)(x, return_plans=True)[1],
         dg.MoDEncoder(8, 16, num_layers=2).features(x)[1],
         dg.SoftMoEEncoder(8, 16, num_layers=2).features(x)[1],
         model(torch.tensor([model.tokenizer.encode(TEXT)[:16]])).plans,
     ]
     for number, plans in enumerate(made):
-        assert isinstance(plans, tuple)
         figure = dg.view.plot(plans)
         assert number % 2 or figure._repr_png_().startswith(b"\x89PNG")  # one of each kind: slow
     figure = dg.view.plot(made[0], row=1)
     assert figure.subfigs[0].axes[0].images[0].get_array().shape == (1, 5)  # without the padding
-    chosen = dg.view.plot(made[4]).subfigs[0].axes[0].images[0].get_array() % 2
-    assert chosen.tolist() == [plan.chosen[0, :, 0].int().tolist() for plan in made[4]]
+    chosen = dg.view.plot(made[4]).subfigs[0].axes[0].images[0].get_array()
+    assert chosen.tolist() == [(3 * plan.chosen[0, :, 0].int()).tolist() for plan in made[4]]
+
+
+def test_pictures_show_what_the_pass_computed_and_the_rule_where_asked(tmp_path):
+    layer = dg.MixtureOfDepths(torch.nn.Linear(8, 8), 8, 0.25)
+    x = torch.randn(2, 16, 8)
+    for causal in (False, True):
+        _, plans = layer(x, causal=causal, return_plans=True)
+        chosen = plans[0].chosen[1, :, 0].int()
+        assert causal or chosen.sum() == 4
+        figure = plans.plot(row=1)
+        cells, bars = figure.subfigs[0].axes
+        assert cells.images[0].get_array().tolist() == [(3 * chosen).tolist()]
+        assert [bar.get_width() for bar in bars.patches] == pytest.approx([chosen.sum().item() / 16])
+        assert [text.get_text() for text in figure.subfigs[0].legends[0].get_texts()] == ["skipped", "computed"]
+        plans.save_page(tmp_path / "page.html", row=1, title="my layer")
+        page, data = (tmp_path / "page.html").read_text(), page_data(tmp_path / "page.html")
+        assert data["causal"] == data["top_k"] == ["".join(map(str, chosen.tolist()))]
+        assert "<title>my layer</title>" in page
+        assert ">routed causally<" not in page
+        assert f"<td>{chosen.sum().item() / 16:.1%}</td>" in page
+    _, plans = layer(x, return_plans=True)
+    rule = plans[0].causal_choice[1, :, 0].int()
+    assert rule.tolist() != plans[0].chosen[1, :, 0].int().tolist()
+    cells = plans.plot(row=1, causal_rule=True).subfigs[0].axes[0].images[0].get_array()
+    assert cells.tolist() == [(2 * rule + plans[0].chosen[1, :, 0].int()).tolist()]
+    plans.save_page(tmp_path / "page.html", row=1, causal_rule=True)
+    assert page_data(tmp_path / "page.html")["causal"] == ["".join(map(str, rule.tolist()))]
+    assert ">routed causally<" in (tmp_path / "page.html").read_text()
+
+
+def test_patches_after_a_prefix(tmp_path):
+    """A class token before 3 x 4 patches, in a model whose layers are named."""
+    blocks = [dg.MixtureOfDepths(torch.nn.Linear(8, 8), 8, 0.5, keep=1), dg.SoftMoE(8, 2)]
+    model = torch.nn.Sequential(*blocks)
+    with dg.record(model) as plans:
+        model(torch.randn(2, 13, 8))
+    routed, slots = plans.plot(grid=(3, 4), prefix=1).subfigs
+    chosen = plans["0"].chosen[0, :, 0].int()
+    assert chosen[0] == 1
+    assert routed.axes[0].images[0].get_array().tolist() == (3 * chosen[1:]).reshape(3, 4).tolist()
+    assert routed.axes[0].get_title() == "layer 0: 46%, prefix 1 of 1"
+    shown = torch.tensor(slots.axes[1].images[0].get_array().tolist())
+    assert torch.allclose(shown, plans["1"].into[0, 1:, 1, 0].reshape(3, 4))
+    assert [axes.get_label() for axes in slots.axes][-1] == "<colorbar>"
+    plans.save_page(tmp_path / "page.html", grid=(3, 4), prefix=1)
+    data = page_data(tmp_path / "page.html", "patches")
+    assert [weight > 0 for weight in data["weights"][0]] == chosen[1:].bool().tolist()
+    for wrong in (14, (3,), (4, 4), "ab"):
+        with pytest.raises(DepthgateError, match="grid"):
+            plans.plot(grid=wrong, prefix=1)
 
 
 def test_pictures_are_written_and_odd_tokens_do_not_harm(run, runs, tmp_path):

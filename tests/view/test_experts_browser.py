@@ -14,7 +14,7 @@ TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
 def soft():
     torch.manual_seed(0)
     with torch.no_grad():
-        return dg.SoftMoE(16, num_experts=4, slots_per_expert=2)(3 * torch.randn(1, 48, 16))[1]
+        return dg.SoftMoE(16, num_experts=4, slots_per_expert=2)(3 * torch.randn(1, 48, 16), return_plans=True)[1]
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +26,14 @@ def page(soft, tmp_path_factory):
 
 def test_slot_maps_have_all_patches_and_tell_their_weights(browser, page, soft):
     browser.open(page)
-    assert browser.js("Number(document.querySelector('canvas.slots').dataset.cells)") == 8 * 48
-    box = browser.box("canvas.slots")
+    assert browser.js("Number(document.querySelector('canvas.small').dataset.cells)") == 8 * 48
+    box = browser.box("canvas.small")
     weights = soft[0].into[0].reshape(*GRID, 8)
     gap, label = 10, 16  # between maps, above them; all eight stand side by side
     cell = min(24, (box["width"] - gap * (8 - 1)) / 8 / 8)
     for slot, row, column in ((0, 0, 0), (3, 5, 7), (7, 2, 4)):
         browser.move(box["x"] + slot * (8 * cell + gap) + (column + 0.5) * cell, box["y"] + label + (row + 0.5) * cell)
-        said = browser.text("#slots-1-said")
+        said = browser.text("#slots-0-said")
         wanted = float(f"{float(weights[row, column, slot]):.3g}")
         assert said.startswith(
             f"expert {slot // 2}, slot {slot % 2}, patch in row {row}, column {column}: weight {wanted}"
@@ -43,10 +43,10 @@ def test_slot_maps_have_all_patches_and_tell_their_weights(browser, page, soft):
 
 def test_slot_maps_by_keyboard(browser, page, soft):
     browser.open(page)
-    browser.js("document.querySelector('canvas.slots').focus()")
+    browser.js("document.querySelector('canvas.small').focus()")
     browser.press("ArrowRight", "ArrowRight", "ArrowDown", "PageDown", "ArrowLeft")
     wanted = float(f"{float(soft[0].into[0, 9, 0, 1]):.3g}")
-    assert browser.text("#slots-1-said").startswith(f"expert 0, slot 1, patch in row 1, column 1: weight {wanted}")
+    assert browser.text("#slots-0-said").startswith(f"expert 0, slot 1, patch in row 1, column 1: weight {wanted}")
 
 
 def test_weights_that_are_no_numbers_are_said_so(browser, soft, tmp_path):
@@ -54,10 +54,10 @@ def test_weights_that_are_no_numbers_are_said_so(browser, soft, tmp_path):
     into[0, 1, 0, 0] = torch.nan
     dg.view.save_page([soft[0]._replace(into=into)], tmp_path / "page.html", grid=GRID)
     browser.open(tmp_path / "page.html")
-    browser.js("document.querySelector('canvas.slots').focus()")
-    assert "weight 0." in browser.text("#slots-1-said")  # the focus reads where it is
+    browser.js("document.querySelector('canvas.small').focus()")
+    assert "weight 0." in browser.text("#slots-0-said")  # the focus reads where it is
     browser.press("ArrowRight")
-    assert browser.text("#slots-1-said") == "expert 0, slot 0, patch in row 0, column 1: weight not a number"
+    assert browser.text("#slots-0-said") == "expert 0, slot 0, patch in row 0, column 1: weight not a number"
     assert "1 of the weights are not numbers" in browser.text("main")
     browser.assert_alone()
 
@@ -78,7 +78,7 @@ def test_pages_of_experts_fit_and_are_alone(browser, page, runs, tmp_path, width
 def test_tokens_without_a_grid_are_rows(browser, soft, tmp_path):
     dg.view.save_page(soft, tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
-    browser.js("document.querySelector('canvas.slots').focus()")
+    browser.js("document.querySelector('canvas.small').focus()")
     browser.press("ArrowDown", "ArrowDown", "ArrowRight")
-    assert browser.text("#slots-1-said").startswith("expert 1, slot 0, token 1: weight")
+    assert browser.text("#slots-0-said").startswith("expert 1, slot 0, token 1: weight")
     browser.assert_alone()

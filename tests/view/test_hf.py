@@ -35,7 +35,7 @@ def test_the_page_holds_what_the_plans_say(folder, tmp_path):
     page = tmp_path / "page.html"
     assert view_model(folder, page, "--prompt", TEXT) == 0
     data = page_data(page)
-    assert data["layers"] == [i + 1 for i in ROUTED]
+    assert data["layers"] == list(ROUTED)
     assert data["tokens"] == TEXT.split()
     model, width = routed("llama"), 128
     ids = torch.tensor([[int(word[1:]) for word in TEXT.split()]])

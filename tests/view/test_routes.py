@@ -23,7 +23,7 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
     ids = torch.tensor([model.tokenizer.encode(text)])
     width = model.config.context
     assert len(data["tokens"]) == ids.shape[1] > width
-    assert data["layers"] == [2, 4]
+    assert data["layers"] == [1, 3]
     for start in range(0, ids.shape[1], width):
         part = ids[:, start : start + width]
         for causal, name in ((True, "causal"), (False, "top_k")):
@@ -49,8 +49,8 @@ def test_losses_depths_and_the_accuracy_of_the_rule(run):
     wanted = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none").tolist()
     assert math.isnan(found.losses[0])
     assert found.losses[1:] == pytest.approx(wanted, abs=1e-4)
-    assert (found.depth, found.numbers) == (4, [2, 4])
-    wanted = [[n for n, layer in zip((2, 4), found.layers, strict=True) if layer.causal[t]] for t in range(len(ids))]
+    assert (found.depth, found.names) == (4, [1, 3])
+    wanted = [[n for n, layer in zip((1, 3), found.layers, strict=True) if layer.causal[t]] for t in range(len(ids))]
     assert found.through == wanted
     assert "".join(found.tokens) == "over a lazy dog"
     plans = model(torch.tensor([ids])).plans

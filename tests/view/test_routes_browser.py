@@ -54,7 +54,7 @@ def test_the_map_has_all_cells_and_hovering_shows_their_numbers(browser, big):
         layer = found.layers[row]
         on, best = layer.causal[t], layer.top_k[t]
         assert line.startswith(f'Token {t} "')
-        assert f"layer {layer.number}:" in line
+        assert f"layer {layer.name}:" in line
         assert f"score {layer.scores[t]}" in line
         assert ("skipped" in line) != on
         assert ("not by the top k" in line) == (on and not best)
@@ -219,7 +219,7 @@ def test_hostile_text_runs_nothing(browser, run, tmp_path):
     assert browser.js("document.images.length") == 0
     browser.js("document.getElementById('map').focus()")
     browser.press("End")
-    assert browser.text("#said").startswith(f'Token {len(tokens) - 1} "byte 2 of 2 of é", layer 2')
+    assert browser.text("#said").startswith(f'Token {len(tokens) - 1} "byte 2 of 2 of é", layer 1')
     browser.click('pre [data-t="3"]')
-    assert browser.text("#said").startswith(f'Token 3 "{tokens[3]}", layer 2')
+    assert browser.text("#said").startswith(f'Token 3 "{tokens[3]}", layer 1')
     browser.assert_alone()

@@ -55,7 +55,7 @@ def _patches(found: Decisions, grid: Grid, prefix: int) -> Html:
     ]
     names = [f"layer {layer.name}, {found.routed_share(layer):.0%}" for layer in found.layers]
     heading = "The patches that each layer computed, by their gates"
-    return pages.join([_small_maps("patches", heading, gates, grid, names), pages.script("small_maps.js")])
+    return pages.join([_small_maps("patches", heading, gates, grid, names, even=None), pages.script("small_maps.js")])
 
 
 def _map(found: Decisions) -> Html:
@@ -200,16 +200,20 @@ def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None, prefix: int) ->
 def _slot_map(layer: SlotLayer, grid: Grid | None, prefix: int) -> Html:
     names = [f"expert {slot // layer.slots}, slot {slot % layer.slots}" for slot in range(len(layer.into))]
     into = layer.into if grid is None else [row[prefix:] for row in layer.into]
-    return _small_maps(f"slots-{layer.name}", f"Layer {layer.name}, what its slots hold", into, grid, names)
+    return _small_maps(
+        f"slots-{layer.name}", f"Layer {layer.name}, what its slots hold", into, grid, names, 1 / len(into[0])
+    )
 
 
 def _small_maps(
-    key: str, heading: str, rows: Sequence[Sequence[float]], grid: Grid | None, names: Sequence[str]
+    key: str, heading: str, rows: Sequence[Sequence[float]], grid: Grid | None, names: Sequence[str], even: float | None
 ) -> Html:
-    """A small map for each row of weights, of patches or of tokens, all on one scale."""
+    """A small map for each row of weights, of patches or of tokens, all on one scale. even: the weight of all if they were
+    alike; None for gates."""
     down, across = grid or (1, len(rows[0]))
     what, each = ("token", "row") if grid is None else ("patch", "map")
     shown = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in rows]
-    data = pages.data(key, {"rows": down, "columns": across, "what": what, "names": names, "weights": shown})
-    size = {"rows": down, "columns": across, "many": len(rows), "cells": len(rows) * len(rows[0])}
+    shape = {"rows": down, "columns": across}
+    data = pages.data(key, {**shape, "what": what, "names": names, "even": even, "weights": shown})
+    size = {**shape, "many": len(rows), "cells": len(rows) * len(rows[0])}
     return pages.fill("small_maps", key=key, heading=heading, what=what, each=each, data=data, **size)

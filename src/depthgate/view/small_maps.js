@@ -56,7 +56,8 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
   function tell() {
     const n = at.cell, weight = into[at.slot][n];
     const where = flat ? `${data.what} ${n}` : `${data.what} in row ${Math.floor(n / columns)}, column ${n % columns}`;
-    const told = weight === null ? "not a number" : weight;
+    const times = data.even ? `, ${(weight / data.even).toFixed(2)} times an even share` : "";
+    const told = weight === null ? "weight not a number" : `${data.even ? "weight" : "gate"} ${weight}${times}`;
     said.textContent = `${name(at.slot)}, ${where}: ${told}`;
     draw();
   }
