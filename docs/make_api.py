@@ -16,8 +16,8 @@ PAGE = Path(__file__).with_name("api.md")
 HEAD = """# The public names
 
 Made by `python docs/make_api.py` from the docstrings. `import depthgate as dg`. Letters: B batch, T tokens, D width,
-E experts, C slots of an expert, K experts of a token, N routed rows, H heads, V vocabulary. Guides: [layers](layers.md),
-[language models](language-model.md), [Hugging Face models](huggingface.md).
+E experts, C slots of an expert, K experts of a token, N routed rows, H heads, V vocabulary. Guides:
+[layers](layers.md), [language models](language-model.md), [Hugging Face models](huggingface.md).
 """
 
 

@@ -84,9 +84,11 @@ class RecordedPlans(Sequence[Plan]):
 def record(model: nn.Module) -> RecordedPlans:
     """The plans of every routed layer of any model, while it is used as a context.
 
-    with dg.record(model) as plans:
-        model(x)
-    plans[0], plans["blocks.1"], plans.names; plans.plot(); plans.save_page("page.html")
+        with dg.record(model) as plans:
+            model(x)
+        plans[0], plans["blocks.1"], plans.names; plans.plot(); plans.save_page("page.html")
+
+    Names are those of the model's modules. A pass that activation checkpointing runs again is recorded once.
     """
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"model is a {type(model).__name__}: record needs an nn.Module")
