@@ -13,7 +13,6 @@ from depthgate.flops import swiglu_hidden
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.presets import train_config
 from depthgate.routing import Plans, RandomScorer, TopTokens
 
 
@@ -89,6 +88,8 @@ class Decoder(nn.Module):
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
         """A new model of a preset's shape, such as "tiny-mod", with other values of ModelConfig if given."""
+        from depthgate.presets import train_config
+
         return cls(replace(train_config(name).model, **changes))
 
     def reset_parameters(self) -> None:

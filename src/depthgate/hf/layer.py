@@ -16,10 +16,9 @@ from depthgate.hf.families import Family
 from depthgate.hf.inputs import KEYWORD, Tokens, attention_keywords
 from depthgate.ops.attention import without_cudnn
 from depthgate.routing.causal import Threshold
-from depthgate.routing.losses import causal_bce
+from depthgate.routing.losses import causal_bce, with_loss
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
-from depthgate.routing.training import with_loss
 
 _Layer: Any = object  # next to the layer's own class, which is a module
 

@@ -4,6 +4,9 @@ A loss is a mean over valid tokens, and 0 where there are none. `causal_bce`, `p
 compare the causal rule with the top-k choice, so they want plans of a pass without `causal=True`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -99,3 +102,26 @@ def a_plan(plan: Plan, what: str) -> Plan:
     if not isinstance(plan, Plan):
         raise InvalidValueError(f"{what} got a {type(plan).__name__}: it needs one plan, such as plans[0]")
     return plan
+
+
+def with_loss(y: Tensor, loss: Tensor | None, then: Callable[[], None] | None = None) -> Tensor:
+    """y as it is; when a gradient comes back through it, `loss` adds its own to the backward pass, and `then` is
+    called."""
+    return _WithLoss.apply(y, loss, then)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _WithLoss(torch.autograd.Function):
+    """With a hook of y instead, torch 2.11 compiles a graph out of order."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:
+        ctx.save_for_backward(loss)
+        ctx.then = then
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (loss,) = ctx.saved_tensors
+        if ctx.then is not None:
+            ctx.then()
+        return grad, None if loss is None else torch.ones_like(loss), None

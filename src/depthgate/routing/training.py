@@ -5,14 +5,12 @@ thresholds move once in a forward pass, and not again when a checkpoint runs it 
 """
 
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_number
-from depthgate.routing.losses import causal_bce, load_balance, z_loss
+from depthgate.routing.losses import causal_bce, load_balance, with_loss, z_loss
 from depthgate.routing.plan import Groups, Plan, Slots
 from depthgate.routing.routers import TopTokens
 
@@ -31,29 +29,6 @@ def _in_backward(like: Tensor) -> Tensor:
 @_in_backward.register_fake
 def _(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.bool, device=like.device)
-
-
-def with_loss(y: Tensor, loss: Tensor | None, then: Callable[[], None] | None = None) -> Tensor:
-    """y as it is; when a gradient comes back through it, `loss` adds its own to the backward pass, and `then` is
-    called."""
-    return _WithLoss.apply(y, loss, then)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _WithLoss(torch.autograd.Function):
-    """With a hook of y instead, torch 2.11 compiles a graph out of order."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.then = then
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        (loss,) = ctx.saved_tensors
-        if ctx.then is not None:
-            ctx.then()
-        return grad, None if loss is None else torch.ones_like(loss), None
 
 
 def router_loss(plan: Plan, rule: float, balance: float, z: float) -> Tensor | None:

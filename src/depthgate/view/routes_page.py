@@ -208,8 +208,8 @@ def _slot_map(layer: SlotLayer, grid: Grid | None, prefix: int) -> Html:
 def _small_maps(
     key: str, heading: str, rows: Sequence[Sequence[float]], grid: Grid | None, names: Sequence[str], even: float | None
 ) -> Html:
-    """A small map for each row of weights, of patches or of tokens, all on one scale. even: the weight of each if all were
-    alike; None for gates."""
+    """A small map for each row of weights, of patches or of tokens, all on one scale. even: the weight of each if all
+    were alike; None for gates."""
     down, across = grid or (1, len(rows[0]))
     what, each = ("token", "row") if grid is None else ("patch", "map")
     shown = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in rows]

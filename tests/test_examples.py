@@ -1,0 +1,70 @@
+"""The examples run, in small: each learns what it is to learn, and says what it routed."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+import depthgate as dg
+from depthgate.device import count_flops
+from tests.conftest import close
+from tests.vision import package
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def example(name):
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))
+
+
+def test_all_are_short():
+    for script in EXAMPLES.glob("*.py"):
+        assert len(script.read_text().splitlines()) < 80, script.name
+
+
+def test_transformer_encoder_learns_with_padding(capsys):
+    accuracy, plans = example("transformer_encoder")["main"](150)
+    assert accuracy > 0.9
+    assert plans.names == ["encoder.layers.2"]
+    assert not (plans[0].chosen[..., 0] & ~plans[0].valid).any()
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_a_timm_vit_with_both_layers(tmp_path, monkeypatch):
+    package("timm")
+    monkeypatch.chdir(tmp_path)
+    accuracy, plans = example("timm_vit")["main"](4)
+    assert 0 <= accuracy <= 1
+    assert plans.names == ["blocks.1", "blocks.2.mlp", "blocks.3.mlp"]
+    assert plans["blocks.1"].chosen[:, 0].all()  # the class token
+    assert (tmp_path / "timm_vit.html").stat().st_size > 10_000
+
+
+def test_accelerate_accumulates_and_learns():
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install 'depthgate[hf]'")
+    first, *_, last = example("accelerate_loop")["main"](3)
+    assert last < first / 2
+
+
+def test_a_causal_language_model_sees_no_future_and_spends_equal_flops(capsys):
+    found = example("causal_lm")
+    torch.manual_seed(0)
+    model = found["LM"](0.25, dim=32, heads=2, layers=4).double().eval()
+    tokens = torch.randint(256, (2, 40))
+    other = tokens.clone()
+    other[:, 25:] = torch.randint(256, (2, 15))
+    with torch.no_grad(), dg.record(model) as plans:
+        close(model(tokens)[:, :25], model(other)[:, :25])
+    assert all(plan.causal and 0 < plan.chosen.sum() < plan.chosen.numel() for plan in plans)
+    with torch.no_grad():  # by the top k a later token may take an earlier one's place
+        assert not torch.allclose(model.train()(tokens)[:, :25], model(other)[:, :25])
+    text = torch.randint(97, 123, (4000,), dtype=torch.uint8)
+    spent = {}
+    for capacity in (None, 0.25):
+        model = found["LM"](capacity, dim=32, heads=2, layers=2)
+        step = count_flops(lambda model=model: model.loss(text, [0] * 8).backward())
+        found["train"]("model", model, text, text[:600], 3e10)
+        steps = int(capsys.readouterr().out.split()[1])
+        spent[capacity] = steps * step
+        assert abs(spent[capacity] - 3e10) <= step
