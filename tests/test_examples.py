@@ -1,5 +1,6 @@
 """The examples run, in small: each learns what it is to learn, and says what it routed."""
 
+import json
 import runpy
 from pathlib import Path
 
@@ -39,6 +40,19 @@ def test_a_timm_vit_with_both_layers(tmp_path, monkeypatch):
     assert plans.names == ["blocks.1", "blocks.2.mlp", "blocks.3.mlp"]
     assert plans["blocks.1"].chosen[:, 0].all()  # the class token
     assert (tmp_path / "timm_vit.html").stat().st_size > 10_000
+
+
+def test_the_cells_of_the_notebook_run_in_order(capsys):
+    cells = json.loads((EXAMPLES / "first_minute.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    scope: dict[str, object] = {}
+    for source in code[:-1]:
+        exec(source.replace("steps = 600", "steps = 2"), scope)
+    figure = eval(code[-1], scope)
+    chosen = [plan.chosen[0, :, 0].int() for plan in scope["plans"]]
+    assert [int(each.sum()) for each in chosen] == [8, 8]
+    assert figure.subfigs[0].axes[0].images[0].get_array().tolist() == [(3 * each).tolist() for each in chosen]
+    assert "encoder.layers.1: Slots(top k" in capsys.readouterr().out
 
 
 def test_accelerate_accumulates_and_learns():
