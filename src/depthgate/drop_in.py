@@ -218,8 +218,9 @@ def _first_sees_later(out: Tensor, rows: Tensor, plan: Slots) -> bool:
     first = out[:, 0] if plan.filled is None else out[plan.filled[:, 0, 0], 0]
     if not out.requires_grad:
         return False
+    weighted = first * torch.arange(first.shape[-1]).to(first)  # the plain sum of a normalised token is constant
     try:
-        (grad,) = torch.autograd.grad(first.sum(), rows, retain_graph=True, allow_unused=True)
+        (grad,) = torch.autograd.grad(weighted.sum(), rows, retain_graph=True, allow_unused=True)
     except RuntimeError:  # a block that cannot be asked, such as a compiled one that frees its buffers
         return False
     return grad is not None and bool(grad[:, 1:].any())
