@@ -250,3 +250,40 @@ def test_containers_read_the_attributes_of_the_block():
     assert layer.norm_first is False
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         layer.nothing_of_the_kind  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: dg.MixtureOfDepths(nn.Linear(16, 16), 16, 0.5),
+        lambda: dg.MixtureOfExperts(16, 4),
+        lambda: dg.SoftMoE(16, 2),
+    ],
+)
+def test_results_may_be_written_to(build):
+    """Gradients of y and of y changed in place are those of y changed otherwise."""
+    layer, x = build().double(), torch.randn(2, 8, 16, dtype=torch.float64)
+    want = torch.autograd.grad((2 * layer(x) + 1).pow(2).sum(), list(layer.parameters()), allow_unused=True)
+    y = layer(x)
+    y *= 2
+    y += 1
+    got = torch.autograd.grad(y.pow(2).sum(), list(layer.parameters()), allow_unused=True)
+    for a, b in zip(got, want, strict=True):
+        close(a, b)
+
+
+def test_what_is_set_on_the_layer_reaches_its_block():
+    layer = dg.MixtureOfDepths(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 16, 0.5)
+    layer.linear1 = nn.Linear(16, 32)
+    layer.norm_first = True
+    assert layer.block.linear1 is layer.linear1
+    assert layer.block.norm_first
+    assert {name.split(".")[0] for name, _ in layer.named_parameters()} == {"router", "block"}
+
+
+def test_a_predictor_trains_alone():
+    """All else frozen, the block and the router's scores too."""
+    layer = dg.MixtureOfDepths(nn.Linear(16, 16), 16, 0.5, rule="predictor").requires_grad_(False)
+    layer.router.rule.requires_grad_(True)
+    layer(torch.randn(2, 8, 16)).sum().backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in layer.router.rule.parameters())

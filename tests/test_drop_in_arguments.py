@@ -256,7 +256,7 @@ BAD_CALLS = {
     "not per token": ({"per_token": ["pos"]}, {"pos": torch.zeros(B, 3)}, r"pos has shape \(2, 3\): per_token needs"),
     "not per pair": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(B, T)}, r"pairs has shape \(2, 5\): per_pair"),
     "rows of pairs": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(3, T, T)}, r"pairs has shape \(3, 5, 5\)"),
-    "a cache": ({}, {"past_key_values": object()}, "past_key_values is given: a routed block keeps no cache"),
+    "a cache": ({}, {"past_key_values": object()}, "past_key_values is given, but a routed block keeps no cache"),
     "mask shape": ({}, {"mask": torch.ones(B, T + 1, dtype=torch.bool)}, r"mask is \(2, 6\).*\(2, 5\)"),
     "mask dtype": ({}, {"mask": torch.ones(B, T)}, "mask has dtype torch.float32"),
     "mask list": ({}, {"mask": [True] * T}, "mask is list"),
@@ -473,3 +473,71 @@ def test_looking_ahead_is_seen_without_another_call_and_without_a_change():
         close(a, b)
     with torch.no_grad():
         assert not layers[0](x, causal=True).requires_grad
+
+
+def test_the_mask_of_a_memory_loses_the_queries_that_skip():
+    """(T, S) and (B * H, T, S) of torch's decoder layer."""
+    plain = nn.TransformerDecoderLayer(D, H, 32, batch_first=True, dropout=0.0, dtype=F64)
+    layer = dg.MixtureOfDepths(plain, D, 0.5).double()
+    x, memory = torch.randn(2, 6, D, dtype=F64), torch.randn(2, 5, D, dtype=F64)
+    for mask in (torch.rand(6, 5) < 0.3, torch.rand(2 * H, 6, 5) < 0.3):
+        y, (plan,) = layer(x, memory, memory_mask=mask, return_plans=True)
+
+        def call(b, tokens, mask=mask):
+            mine = mask[tokens] if mask.ndim == 2 else mask[b * H : (b + 1) * H, tokens]
+            return plain(x[b : b + 1, tokens], memory[b : b + 1], memory_mask=mine)
+
+        close(y, by_loops(x, plan, call))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float64])
+def test_keys_that_no_query_of_a_transformers_mask_sees_are_padding(kind):
+    class Layer(nn.Module):
+        def forward(self, hidden_states, attention_mask=None):
+            assert attention_mask.shape[-2:] == (hidden_states.shape[1],) * 2
+            return hidden_states + 1
+
+    real = torch.tensor([[False] * 3 + [True] * 5, [True] * 8])
+    seen = (real[:, None] & torch.ones(8, 8, dtype=torch.bool).tril())[:, None]
+    mask = seen if kind == torch.bool else torch.zeros(seen.shape, dtype=kind).masked_fill(~seen, torch.finfo(kind).min)
+    _, (plan,) = dg.MixtureOfDepths(Layer(), D, 0.5)(torch.randn(2, 8, D), attention_mask=mask, return_plans=True)
+    assert torch.equal(plan.valid, real)
+    assert plan.chosen.sum(1).flatten().tolist() == [2, 4]
+
+
+def test_large_negative_numbers_of_a_padding_mask_are_padding():
+    layer = dg.MixtureOfDepths(nn.TransformerEncoderLayer(D, H, 32, batch_first=True), D, 0.5)
+    for low in (-1e9, torch.finfo(torch.float32).min, -torch.inf):
+        mask = torch.zeros(2, 8)
+        mask[1, 4:] = low
+        _, (plan,) = layer(torch.randn(2, 8, D), src_key_padding_mask=mask, return_plans=True)
+        assert torch.equal(plan.valid, mask == 0)
+
+
+class Slopes(nn.Module):
+    """Takes a tensor that has as many entries as the batch has rows, but none for a row."""
+
+    def forward(self, x, slopes):
+        return x + slopes.sum() * x.mean(1, keepdim=True)
+
+
+def test_a_shared_tensor_as_long_as_the_batch_stays_whole():
+    x, slopes = torch.randn(4, 8, D, dtype=F64), torch.randn(4, dtype=F64)
+    mask = torch.arange(8) < torch.tensor([[8], [5], [0], [2]])
+    for options in ({"shared": ["slopes"]}, {}):
+        layer = dg.MixtureOfDepths(Slopes(), D, 0.5, **options).double()
+        y, (plan,) = layer(x, slopes=slopes, mask=mask, return_plans=True)
+        close(y, by_loops(x, plan, lambda b, tokens: Slopes()(x[b : b + 1, tokens], slopes)))
+        assert torch.equal(layer(x, slopes=slopes, mask=torch.zeros_like(mask)), x)
+
+
+def test_a_block_may_have_a_mask_of_its_own():
+    class Own(nn.Module):
+        def forward(self, x, mask):
+            return x + (mask[:, 0] if mask.ndim == 4 else mask).double().softmax(-1) @ x
+
+    x, bias = torch.randn(2, 6, D, dtype=F64), torch.randn(2, 6, 6, dtype=F64)
+    layer = dg.MixtureOfDepths(Own(), D, 0.5, per_pair=["mask"]).double()
+    for call in ({"mask": bias}, {}):
+        y, (plan,) = layer(x, *([] if call else [bias]), **call, return_plans=True)
+        close(y, by_loops(x, plan, lambda b, t: Own()(x[b : b + 1, t], pairs_by_loops(bias, b, t)[:, 0])))

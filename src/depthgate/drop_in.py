@@ -97,6 +97,15 @@ class MixtureOfDepths(nn.Module):
                 raise
             return getattr(self.block, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Attributes that only the block has are set there, where they are read."""
+        block = self.__dict__.get("_modules", {}).get("block")
+        mine = name.startswith("_") or name in self.__dict__ or name in self._modules or hasattr(type(self), name)
+        if block is not None and not mine and hasattr(block, name):
+            setattr(block, name, value)
+        else:
+            super().__setattr__(name, value)
+
     @property
     def capacity(self) -> float:
         """Share of the tokens that are routed."""
@@ -123,6 +132,8 @@ class MixtureOfDepths(nn.Module):
             raise InvalidValueError("block is this layer itself: give it another block")
         check_tokens(x, self.dim)
         named = self._arguments.named(args, kwargs)
+        if "mask" in self._arguments.told and mask is not None:  # the block's own
+            named["mask"], mask = mask, None
         mask = self._arguments.joined_mask(mask, named, x)
         pos = None if mask is None else masked_positions(mask, x)
         plan = self.router(x, pos, causal, keep=self._kept(x, mask, keep), fewest_slots=int(self.always_call))
@@ -157,7 +168,7 @@ class MixtureOfDepths(nn.Module):
 
     def _through_block(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
         """x with its routed tokens taken through the block."""
-        if plan.filled is None or self._arguments.padding is not None:
+        if plan.filled is None or self._arguments.takes_padding(named):
             return self._one_call(x, plan, named)
         y = x
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
@@ -167,7 +178,12 @@ class MixtureOfDepths(nn.Module):
             batch = (counts == k).nonzero()[:, 0]
             part = plan.rows(batch, max(k, 1))
             part = part._replace(filled=None) if k else part
-            rows = self._one_call(x[batch], part, self._arguments.rows(named, batch, x))
+            mine = self._arguments.rows(named, batch, x)
+            if mine is None:  # every row is computed with every argument, and only these are kept
+                whole = plan.rows(torch.arange(len(x), device=x.device), max(k, 1))
+                rows = self._one_call(x, whole._replace(filled=None) if k else whole, named)[batch]
+            else:
+                rows = self._one_call(x[batch], part, mine)
             y = y.to(rows.dtype).index_copy(0, batch, rows)
         return y
 

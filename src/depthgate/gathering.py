@@ -1,7 +1,8 @@
 """The other arguments of a block, gathered as its tokens are. Names decide, never shapes."""
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,20 @@ PADDING = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask")  
 KNOWN = {
     "per_token": (*PADDING, "position_ids", "position_embeddings", "cache_position"),
     "per_pair": ("src_mask", "tgt_mask", "attn_mask", "attention_mask"),
-    "shared": ("memory", "memory_mask", "memory_key_padding_mask", "encoder_hidden_states", "encoder_attention_mask"),
+    "per_query": ("memory_mask", "encoder_attention_mask"),  # pairs of a token and one of another sequence
+    "per_row": ("memory", "memory_key_padding_mask", "encoder_hidden_states"),
 }
 CACHES = ("past_key_value", "past_key_values", "layer_past")
 CAUSAL = {"is_causal": "src_mask", "tgt_is_causal": "tgt_mask"}  # torch's hints, and the masks that they describe
 OURS = ("mask", "keep", "causal", "return_plans")
+MASKED = -1e4  # an additive mask of this or less hides a token for good
 
 
 class Arguments:
     """Which of a block's arguments belong to tokens, to pairs of tokens, or to neither."""
 
     def __init__(self, block: nn.Module, padding_keyword: str | None, **declared: Collection[str]) -> None:
-        """declared: names for each key of KNOWN. padding_keyword: see MixtureOfDepths."""
+        """declared: names of arguments by kind (per_token, per_pair, shared). padding_keyword: see MixtureOfDepths."""
         inner = getattr(block, "_orig_mod", block)  # of a compiled block
         parameters = list(inspect.signature(inner.forward).parameters.values())[1:]
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -40,13 +43,14 @@ class Arguments:
             if isinstance(names, str | bytes) or not isinstance(names, Collection):
                 raise InvalidValueError(f"{kind} is {names!r}: it must be a list of names, such as ['pos']")
             for name in names:
-                if not isinstance(name, str) or name in OURS or not (takes_any or name in accepted):
-                    have = ", ".join(sorted(accepted - set(OURS))) or "none"
+                if not isinstance(name, str) or not (name in accepted or (takes_any and name not in OURS)):
+                    have = ", ".join(sorted(accepted)) or "none"
                     raise InvalidValueError(f"{kind} names {name!r}: the block's arguments after the first are {have}")
                 if name in told:
                     raise InvalidValueError(f"{name!r} is declared as {told[name]} and as {kind}: name it once")
                 told[name] = kind
         self.kinds |= told
+        self.told = frozenset(told)
         if padding_keyword is not None and (not isinstance(padding_keyword, str) or not padding_keyword.isidentifier()):
             raise InvalidValueError(f"padding_keyword is {padding_keyword!r}: it must be the name of a keyword")
         self.padding = padding_keyword or next((name for name in PADDING if name in accepted), None)
@@ -63,28 +67,39 @@ class Arguments:
         named = {**dict(zip(self.names, args, strict=False)), **kwargs}
         for name in CACHES:
             if named.get(name) is not None:
-                raise InvalidValueError(f"{name} is given: a routed block keeps no cache; see depthgate.hf.convert")
+                raise InvalidValueError(
+                    f"{name} is given, but a routed block keeps no cache: call the model with use_cache=False, or use "
+                    "depthgate.hf.convert"
+                )
         return named
 
     def joined_mask(self, mask: Tensor | None, named: dict[str, Any], x: Tensor) -> Tensor | None:
-        """mask (B, T), True at real tokens, without those that the block's own padding mask leaves out."""
+        """mask (B, T), True at real tokens, without those that the block's own masks leave out: its padding mask, and
+        an `attention_mask` of transformers."""
         if mask is not None:
             check_per_token(mask, x, "mask", torch.bool)
         for name, value in named.items():
-            if value is None or not (name in (self.padding, *PADDING) or _is_padding_of_transformers(name, value)):
-                continue
-            if not isinstance(value, Tensor) or value.shape != x.shape[:2]:
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise InvalidValueError(f"{name} is {got}: it must be a tensor of shape {tuple(x.shape[:2])}")
-            real = value != 0
-            if name != "attention_mask":
-                real = ~value.isneginf() if value.is_floating_point() else ~real
-            mask = real if mask is None else mask & real
+            real = None
+            if value is not None and name in (self.padding, *PADDING):
+                _check_shape(name, value, x)
+                real = value > MASKED if value.is_floating_point() else value == 0
+            elif self._is_padding_of_transformers(name, value):
+                _check_shape(name, value, x)
+                real = value != 0
+            elif self._is_pairs_of_transformers(name, value):
+                seen = value if value.dtype == torch.bool else value > MASKED
+                real = seen.flatten(1, 2).any(1).expand(x.shape[:2])  # a key that no query sees is padding
+            if real is not None:
+                mask = real if mask is None else mask & real
         return mask
 
     def has_mask(self, named: dict[str, Any]) -> bool:
         """True if a mask of pairs is among the arguments."""
         return any(self.kinds.get(name) == "per_pair" and value is not None for name, value in named.items())
+
+    def takes_padding(self, named: dict[str, Any]) -> bool:
+        """True if the block can be told of empty slots: by its padding mask, or by a mask of pairs of transformers."""
+        return self.padding is not None or self._is_pairs_of_transformers("attention_mask", named.get("attention_mask"))
 
     def gathered(self, named: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any]:
         """The arguments for the rows (B, k, D) of a plan."""
@@ -93,38 +108,63 @@ class Arguments:
         for hint, mask in CAUSAL.items():
             if self.torch_layer and found.get(hint):  # tokens stay in order: what is causal for all is so for some
                 found[mask] = torch.ones(k, k, dtype=torch.bool, device=x.device).triu(1)
-        if self.padding is not None and plan.filled is not None:
-            found[self.padding] = _padding(plan.filled[:, 0], found.get(self.padding))
+        if plan.filled is not None:
+            if self.padding is not None:
+                found[self.padding] = _padding(plan.filled[:, 0], found.get(self.padding))
+            elif self._is_pairs_of_transformers("attention_mask", found.get("attention_mask")):
+                found["attention_mask"] = _pairs_padding(plan.filled[:, 0], found["attention_mask"])
         masks = [name for name in found if name in (self.padding, *KNOWN["per_pair"]) and found[name] is not None]
         if self.heads is not None and any(found[name].is_floating_point() for name in masks):
             found |= {name: _additive(found[name], x.dtype) for name in masks}  # torch wants masks of one kind
         return found
 
-    def rows(self, named: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any]:
-        """The arguments for some rows (N,) of the batch x (B, T, D): each tensor with an entry for every row is cut."""
+    def rows(self, named: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any] | None:
+        """The arguments for some rows (N,) of the batch x (B, T, D); None if there is a tensor of which it is not known
+        whether it has an entry for each row."""
         B, T = x.shape[:2]
-        axes = {"per_pair": 3, "per_token": 2, "shared": 1, None: 1}  # what has fewer has none for rows
+
+        def entry_for_each_row(kind: str | None, value: Tensor) -> bool:
+            axes = {"per_token": 2, "per_pair": 3, "per_query": 2 if value.shape[:1] != (T,) else 3}.get(kind or "", 1)
+            return value.ndim >= axes and len(value) == B and (kind != "per_token" or value.shape[1] == T)
 
         def cut(kind: str | None, value: Tensor) -> Tensor:
-            if kind == "per_pair" and self.heads is not None and value.ndim == 3 and len(value) == B * self.heads:
+            if kind in ("per_pair", "per_query") and self.heads and value.ndim == 3 and len(value) == B * self.heads:
                 return value.reshape(B, self.heads, *value.shape[1:])[batch].flatten(0, 1)
-            own = value.ndim >= axes[kind] and len(value) == B and (kind != "per_token" or value.shape[1] == T)
-            return value[batch] if own else value
+            return value[batch] if entry_for_each_row(kind, value) else value
 
-        def cut_all(name: str, value: Any) -> Any:
-            kind = self._kind(name, value)
-            return pytree.tree_map_only(Tensor, lambda each: cut(kind, each), value)
-
-        return {name: cut_all(name, value) for name, value in named.items()}
+        kinds = {name: self._kind(name, value) for name, value in named.items()}
+        for name, value in named.items():
+            tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
+            if kinds[name] in ("shared", None) and any(entry_for_each_row(None, each) for each in tensors):
+                return None
+        return {n: pytree.tree_map_only(Tensor, partial(cut, kinds[n]), value) for n, value in named.items()}
 
     def _kind(self, name: str, value: Any) -> str | None:
-        return "per_token" if _is_padding_of_transformers(name, value) else self.kinds.get(name)
+        return "per_token" if self._is_padding_of_transformers(name, value) else self.kinds.get(name)
+
+    def _is_pairs_of_transformers(self, name: str, value: Any) -> bool:
+        """True for an `attention_mask` (B, 1, T, T), True or 0 where a query sees a key."""
+        return name == "attention_mask" and name not in self.told and isinstance(value, Tensor) and value.ndim == 4
+
+    def _is_padding_of_transformers(self, name: str, value: Any) -> bool:
+        """True for an `attention_mask` (B, T), which is not 0 at real tokens; those of four axes are per pair."""
+        return (
+            name == "attention_mask"
+            and name not in self.told
+            and isinstance(value, Tensor)
+            and value.ndim == 2
+            and not value.is_floating_point()
+        )
 
     def _gathered(self, name: str, value: Any, plan: Slots, x: Tensor) -> Any:
         kind = self._kind(name, value)
-        if kind == "shared":
+        if kind in ("shared", "per_row"):
             return value
-        gather = {"per_token": self._tokens, "per_pair": self._pairs, None: self._undeclared}[kind]
+        gather: Callable[[str, Tensor, Slots, Tensor], Tensor]
+        if kind in ("per_pair", "per_query"):
+            gather = partial(self._pairs, axes=(-2, -1) if kind == "per_pair" else (-2,))
+        else:
+            gather = self._tokens if kind == "per_token" else self._undeclared
         return pytree.tree_map_only(Tensor, lambda each: gather(name, each, plan, x), value)
 
     def _tokens(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:
@@ -139,22 +179,25 @@ class Arguments:
             )
         return plan.dispatch(whole.expand(B, *whole.shape[1:]), fill=0)[:, 0]
 
-    def _pairs(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:
+    def _pairs(self, name: str, value: Tensor, plan: Slots, x: Tensor, axes: tuple[int, ...]) -> Tensor:
         B, T = x.shape[:2]
         lead = tuple(value.shape[:-2])  # none; rows; rows and heads; or rows times heads
-        if self.heads is not None and lead == (B * self.heads,):
-            value = value.reshape(B, self.heads, *value.shape[-2:])
-        elif value.shape[-2:] != (T, T) or len(lead) > 2 or (lead and lead[0] not in (1, B)):
-            raise InvalidValueError(
-                f"{name} has shape {tuple(value.shape)}: per_pair needs ({T}, {T}), ({B}, {T}, {T}), "
-                f"({B}, 1, {T}, {T}) or ({B}, heads, {T}, {T})"
-            )
-        elif len(lead) < 2:
-            value = value.reshape(*(lead or (1,)), 1, T, T)
-        tokens = plan.tokens[:, 0]  # (B, k)
-        pairs = value.take_along_dim(tokens[:, None, :, None], -2).take_along_dim(tokens[:, None, None, :], -1)
-        if self.heads is not None:
-            return pairs.expand(-1, self.heads, -1, -1).flatten(0, 1)
+        flat = self.heads is not None and lead == (B * self.heads,)
+        if axes == (-2,) and value.ndim == 2 and len(value) != T:
+            return value  # (B, S): belongs to the other sequence alone
+        sides = all(value.shape[axis] in (1, T) for axis in axes)
+        if not sides or not (flat or (len(lead) <= 2 and lead[:1] in ((), (1,), (B,)))):
+            told = f"({T}, {T}), ({B}, {T}, {T}), ({B}, 1, {T}, {T}) or ({B}, heads, {T}, {T})"
+            raise InvalidValueError(f"{name} has shape {tuple(value.shape)}: per_pair needs {told}")
+        pairs = value.reshape(B, -1, *value.shape[-2:]) if flat else value[(None,) * (4 - value.ndim)]
+        if len(lead) == 1 and not flat:
+            pairs = value[:, None]
+        for axis in axes:
+            if pairs.shape[axis] == T:
+                index = plan.tokens[:, 0, :, None] if axis == -2 else plan.tokens[:, 0, None]
+                pairs = pairs.take_along_dim(index[:, None], axis)
+        if self.heads is not None and (name in (*KNOWN["per_pair"], *KNOWN["per_query"]) or flat):
+            return pairs.expand(B, self.heads, *pairs.shape[2:]).flatten(0, 1)
         return pairs[:, 0] if len(lead) == 1 else pairs
 
     def _undeclared(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:  # noqa: ARG002
@@ -168,9 +211,10 @@ class Arguments:
         return value
 
 
-def _is_padding_of_transformers(name: str, value: Any) -> bool:
-    """True for an `attention_mask` (B, T), which is not 0 at real tokens; those of four axes are per pair."""
-    return name == "attention_mask" and isinstance(value, Tensor) and value.ndim == 2
+def _check_shape(name: str, value: Any, x: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.shape != x.shape[:2]:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidValueError(f"{name} is {got}: it must be a tensor of shape {tuple(x.shape[:2])}")
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -178,6 +222,16 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.is_floating_point():
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+
+
+def _pairs_padding(filled: Tensor, given: Tensor) -> Tensor:
+    """filled (B, k), given (B, 1, k, k) -> given, in which no query sees an empty slot, and an empty slot itself alone:
+    its result is thrown away, and looking at nothing would be 0/0."""
+    itself = torch.eye(filled.shape[1], dtype=torch.bool, device=filled.device) & ~filled[:, None, :, None]
+    hidden = ~filled[:, None, None] & ~itself
+    if given.dtype == torch.bool:
+        return (given & ~hidden) | itself
+    return given.masked_fill(hidden, torch.finfo(given.dtype).min).masked_fill(itself, 0)
 
 
 def _padding(filled: Tensor, given: Any) -> Tensor:

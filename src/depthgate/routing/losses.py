@@ -117,7 +117,7 @@ class _WithLoss(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:
         ctx.save_for_backward(loss)
         ctx.then = then
-        return y.view_as(y)
+        return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # not a view: may be written to
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:

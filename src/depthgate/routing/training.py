@@ -69,10 +69,8 @@ class RouterTraining(nn.Module):
                 router.update(plan, unless=_in_backward(y))
             elif not in_backward():
                 router.update(plan)
-        if not torch.is_grad_enabled() or not y.requires_grad:
-            return y
-        loss = router_loss(plan, **self.weights)
-        if loss is None:
+        loss = router_loss(plan, **self.weights) if torch.is_grad_enabled() else None
+        if loss is None or not loss.requires_grad:
             return y
         if self.scale is not None:
             loss = loss * self.scale
