@@ -83,7 +83,8 @@ def _draw_map(found: Decisions, part: Any) -> None:
     axes, side = part.subplots(1, 2, sharey=True, width_ratios=(5, 1))
     colours = ListedColormap([*_CELLS.values()])
     axes.imshow(_cells(found), cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="token", ylabel="layer", yticks=range(len(found.layers)), yticklabels=found.names)
+    axes.set(xlabel="token", ylabel="layer")
+    axes.set_yticks(range(len(found.layers)), found.names, parse_math=False)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
@@ -104,12 +105,13 @@ def _draw_patches(found: Decisions, grid: Grid, prefix: int, part: Any) -> None:
         axes.imshow(image, cmap=colours, vmin=0, vmax=3, interpolation="nearest")
         axes.set(xticks=[], yticks=[])
         before = f", prefix {sum(found.routed(layer)[:prefix])} of {prefix}" if prefix else ""
-        axes.set_title(f"layer {layer.name}: {found.routed_share(layer):.0%}{before}", fontsize=8)
+        axes.set_title(f"layer {layer.name}: {found.routed_share(layer):.0%}{before}", fontsize=8, parse_math=False)
     _draw_key(found, part)
 
 
 def _draw_load(layer: ExpertLayer, part: Any) -> None:
-    axes = part.add_subplot(title=f"layer {layer.name}: load of the experts", ylabel="share of choices")
+    axes = part.add_subplot(ylabel="share of choices")
+    axes.set_title(f"layer {layer.name}: load of the experts", parse_math=False)
     axes.bar(layer.bars.keys(), layer.bars.values(), color=_BLUE)
     axes.axhline(1 / (layer.experts + layer.null_experts), color=_ORANGE, linestyle="--", linewidth=1)
 
@@ -118,10 +120,11 @@ def _draw_slots(layer: SlotLayer, grid: Grid | None, prefix: int, part: Any) -> 
     if grid is None:
         axes = part.add_subplot()
         image = axes.imshow(layer.into, aspect="auto", cmap="magma", interpolation="nearest")
-        axes.set(title=f"layer {layer.name}: how much of each token a slot holds", xlabel="token", ylabel="slot")
+        axes.set(xlabel="token", ylabel="slot")
+        axes.set_title(f"layer {layer.name}: how much of each token a slot holds", parse_math=False)
         part.colorbar(image, ax=axes, label="weight")
         return
-    part.suptitle(f"layer {layer.name}: how much of each patch a slot holds", fontsize=10)
+    part.suptitle(f"layer {layer.name}: how much of each patch a slot holds", fontsize=10, parse_math=False)
     high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
     for number, row in enumerate(layer.into):
         axes = part.add_subplot(-(-len(layer.into) // 8), min(8, len(layer.into)), number + 1)

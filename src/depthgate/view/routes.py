@@ -212,7 +212,7 @@ def plan_decisions(
         raise DepthgateError(f"there are {len(tokens)} tokens, and plans for {length}: they are of another text")
     check_grid(grid, prefix, length)
     experts, slots, routed = [], [], {}
-    labels: Sequence[int | str] = names if names and all(names) else range(len(plans))
+    labels: Sequence[int | str] = _each_once(names) if names and all(names) else range(len(plans))
     for name, plan in zip(labels, plans, strict=True):
         if isinstance(plan, Soft):
             back = plan.back[row].sum(-1)  # (T, E)
@@ -233,6 +233,17 @@ def plan_decisions(
     found.losses.extend([math.nan] * len(found.tokens))
     for layer, plan in zip(found.layers, routed.values(), strict=True):
         layer.add(plan, row, kept, plan.causal_choice if found.compared else plan.chosen, plan.chosen, plan.chosen)
+    return found
+
+
+def _each_once(names: Sequence[str]) -> list[str]:
+    """Names in which those of layers that ran several times have the number of the call."""
+    seen: Counter[str] = Counter()
+    many = Counter(names)
+    found = []
+    for name in names:
+        found.append(f"{name}, call {seen[name]}" if many[name] > 1 else name)
+        seen[name] += 1
     return found
 
 
