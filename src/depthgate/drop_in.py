@@ -64,7 +64,7 @@ class MixtureOfDepths(nn.Module):
     ) -> None:
         """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
         rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.causal).
-        keep: the first tokens of each row that are always routed, such as class and register tokens.
+        keep: the first tokens of each row that are routed before all others, such as class and register tokens.
         per_token, per_pair, shared: names of the block's other arguments that are tensors. Those per token, such as
             (B, T, ...), (1, T, ...) or (T, ...), are gathered as x is; those per pair of tokens, (T, T), (B, T, T),
             (B, 1, T, T) or (B, H, T, T), on both axes; shared ones are handed on as they are. Arguments of torch's
@@ -121,8 +121,8 @@ class MixtureOfDepths(nn.Module):
         return_plans: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """x (B, T, D); mask (B, T), True at real tokens; keep (B, T), True at tokens to route whatever their score;
-        causal, decide by the causal rule instead of the top k. Other arguments go to the block.
+        """x (B, T, D); mask (B, T), True at real tokens; keep (B, T), True at tokens that go before all others
+        (among the k of a row, or with `causal=True` in any case); causal, decide by the causal rule instead of the top k. Other arguments go to the block.
 
         Returns y (B, T, D), or (y, plans) with `return_plans=True`.
         """
@@ -136,7 +136,8 @@ class MixtureOfDepths(nn.Module):
             named["mask"], mask = mask, None
         mask = self._arguments.joined_mask(mask, named, x)
         pos = None if mask is None else masked_positions(mask, x)
-        plan = self.router(x, pos, causal, keep=self._kept(x, mask, keep), fewest_slots=int(self.always_call))
+        kept = self._kept(x, mask, keep, causal)
+        plan = self.router(x, pos, causal, keep=kept, fewest_slots=int(self.always_call))
         y = self._through_block(x, plan, named) if x.numel() and plan.tokens.shape[-1] else x
         y = self.router_training(y, plan, self.router)
         return (y, RecordedPlans((plan,))) if return_plans else y
@@ -152,14 +153,14 @@ class MixtureOfDepths(nn.Module):
         y = torch._nested_tensor_from_mask(y, mask)
         return (y, plans) if return_plans else y
 
-    def _kept(self, x: Tensor, mask: Tensor | None, keep: Tensor | None) -> Tensor | None:
+    def _kept(self, x: Tensor, mask: Tensor | None, keep: Tensor | None, causal: bool) -> Tensor | None:
         """(B, T) bool: tokens to route whatever their score; None if there are none."""
         if keep is not None:
             check_per_token(keep, x, "keep", torch.bool)
         if self.keep == 0:
             return keep
         T, k = x.shape[1], budget(self.capacity, x.shape[1])
-        if self.keep > k:
+        if self.keep > k and not causal:
             raise InvalidValueError(
                 f"keep is {self.keep}, but capacity {self.capacity} takes {k} of {T} tokens: raise it, or keep fewer"
             )
@@ -209,9 +210,9 @@ class MixtureOfDepths(nn.Module):
     def _watched_block(self, rows: Tensor, named: dict[str, Any], plan: Slots) -> Tensor:
         """The block's result in the first causal call, with a warning if the gradient of a row's first token, or what
         is known of torch's layers, shows that the block looks at later ones."""
-        self._watched = True
         arguments, grad = self._arguments, torch.is_grad_enabled()
-        if arguments.torch_layer or torch.is_inference_mode_enabled() or _is_sharded(self.block):
+        self._watched = arguments.torch_layer or not (torch.is_inference_mode_enabled() or _is_sharded(self.block))
+        if arguments.torch_layer or not self._watched:
             out, ahead = self._block(rows, named), arguments.torch_layer and not arguments.has_mask(named)
         else:
             with torch.enable_grad():
@@ -260,9 +261,8 @@ def _check_block(block: Any) -> None:
         raise InvalidValueError(
             f"block is a {type(block).__name__}, which returns an update without the residual: use depthgate.layers.MoD"
         )
-    layers = block.layers if isinstance(block, nn.TransformerEncoder) else [block]
     torch_layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
-    if any(isinstance(layer, torch_layers) and not layer.self_attn.batch_first for layer in layers):
+    if any(isinstance(part, torch_layers) and not part.self_attn.batch_first for part in block.modules()):
         raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
 
 

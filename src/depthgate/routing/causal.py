@@ -4,12 +4,12 @@ Scores     the router's own score; `causal_bce` teaches it to be >= 0 for the to
            (Raposo et al. 2024, section 3.5, first method)
 Predictor  a small MLP on the detached token; the same loss teaches it to tell the top k, and nothing flows
            back into the model (same section, second method)
-Threshold  the score against a moving average of the k-th best score, updated outside the forward pass
+Threshold  the score against a moving average of the k-th best score, moved by `update`
            (Expert-Threshold routing, arXiv 2603.11535): no loss, and the same rule can be used in training
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +61,7 @@ class Predictor(nn.Module):
 class Threshold(nn.Module):
     """A moving average of each expert's k-th best score decides. Before the first update everything is routed.
 
-    The average belongs to the state dict; `update` moves it. A forward pass never does, so recomputing one
-    changes nothing.
+    The average belongs to the state dict; `update` moves it, which a call of the rule never does.
     """
 
     average: Tensor
@@ -73,6 +72,15 @@ class Threshold(nn.Module):
         self.decay = check_number(decay, "decay", "[0, 1)")
         self.register_buffer("average", torch.zeros(check_count(experts, "experts")))
         self.register_buffer("weight", torch.zeros(()))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """A model that is cast to half precision leaves the average in float32, where small steps still move it."""
+
+        def kept(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            return new if new.dtype.itemsize >= 4 else tensor.to(new.device)
+
+        return super()._apply(kept, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
     @property
     def threshold(self) -> Tensor:
