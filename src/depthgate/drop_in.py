@@ -122,7 +122,8 @@ class MixtureOfDepths(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """x (B, T, D); mask (B, T), True at real tokens; keep (B, T), True at tokens that go before all others
-        (among the k of a row, or with `causal=True` in any case); causal, decide by the causal rule instead of the top k. Other arguments go to the block.
+        (among the k of a row, or with `causal=True` in any case); causal, decide by the causal rule instead of the top
+        k. Other arguments go to the block.
 
         Returns y (B, T, D), or (y, plans) with `return_plans=True`.
         """
