@@ -218,7 +218,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
         for i, plan in enumerate(model(rows, causal=True).plans):
             model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
     seen = read(model, ids)
-    assert 768 < check(routed_text(seen.tokens, seen.through, seen.numbers)) < 3 * 768
+    assert 768 < check(routed_text(seen.tokens, seen.through, seen.names)) < 3 * 768
 
 
 def test_losses_are_those_of_eval(finished: Path, mod: Path, tmp_path: Path) -> None:
