@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: t
 
 import torch
 
+from depthgate.errors import warn_once
+
 # (rtol, atol) by dtype: how far two right answers may be apart when they sum in another order.
 TOLERANCE = {
     torch.float64: (1e-10, 1e-12),
@@ -31,6 +33,7 @@ def _fixed_start():
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
     torch._dynamo.reset()
+    warn_once.cache_clear()
 
 
 def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> None:

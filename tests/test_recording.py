@@ -1,5 +1,7 @@
 """`record`: the plans of every routed layer of any model, by name and in order; and their lines."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -156,9 +158,14 @@ def test_what_cannot_be_recorded_is_said():
         pass
     model(torch.randn(2, 6, D))
     assert len(plans) == 0
-    assert list(plans) == []
     assert repr(plans) == "no plans"
-    for use in (lambda: plans[0], lambda: plans["late"], lambda: plans.plot(), lambda: plans.save_page("none.html")):
+    for use in (
+        lambda: plans[0],
+        lambda: list(plans),
+        lambda: plans["late"],
+        lambda: plans.plot(),
+        lambda: plans.save_page("none.html"),
+    ):
         with pytest.raises(dg.DepthgateError, match=r"no plan was recorded: call the model inside `with dg\.record"):
             use()
     with dg.record(model) as plans:
@@ -222,3 +229,30 @@ def test_a_compiled_model_is_recorded_from_its_first_call_on():
         model(x)
     with pytest.raises(dg.DepthgateError, match="a compiled model records nothing unless"):
         plans[0]
+
+
+def test_a_copy_made_while_recording_is_not_recorded():
+    model, x = nn.Sequential(dg.MixtureOfDepths(nn.Linear(D, D), D, 0.5)).eval(), torch.randn(2, 6, D)
+    with torch.no_grad(), dg.record(model) as plans:
+        other = copy.deepcopy(model)
+        other(x)
+        model(x)
+    other(x)
+    assert plans.names == ["0"]
+
+
+def test_plans_of_a_call_record_nothing():
+    _, plans = dg.MixtureOfDepths(nn.Linear(D, D), D)(torch.randn(2, 6, D), return_plans=True)
+    with pytest.raises(dg.DepthgateError, match=r"a call that is over.*dg\.record"), plans:
+        pass
+
+
+def test_what_cannot_be_shown_is_said():
+    layer = dg.MixtureOfDepths(nn.Linear(D, D), D)
+    for shape in ((0, 6, D), (2, 0, D)):
+        with pytest.raises(dg.DepthgateError, match="of an empty batch"):
+            layer(torch.randn(shape), return_plans=True)[1].plot()
+    _, plans = layer(torch.randn(2, 6, D), return_plans=True)
+    for show in (plans.plot, lambda prefix: plans.save_page("none.html", prefix=prefix)):
+        with pytest.raises(dg.DepthgateError, match="prefix is 2, but there is no grid"):
+            show(prefix=2)

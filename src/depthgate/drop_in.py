@@ -7,14 +7,14 @@ Two things are causal or not, each by itself: the choice of the tokens (`causal=
 the rule), and the block (its own attention). A causal model needs both.
 """
 
-import warnings
+import itertools
 from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from depthgate.errors import DepthgateWarning, InvalidValueError, check_count
+from depthgate.errors import DepthgateError, InvalidValueError, check_count, warn_once
 from depthgate.flops import budget
 from depthgate.gathering import Arguments
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
@@ -26,6 +26,9 @@ from depthgate.routing.gates import Gate
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
 from depthgate.routing.training import RouterTraining
+
+# Tables of relative positions, of timm and transformers, which a block with fewer tokens would read at wrong places.
+_OVER_ALL_PLACES = ("relative_position_bias_table", "rel_pos", "relative_position_bias", "relative_attention_bias")
 
 
 class MixtureOfDepths(nn.Module):
@@ -87,6 +90,7 @@ class MixtureOfDepths(nn.Module):
         self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
         self._arguments = Arguments(block, padding_keyword, per_token=per_token, per_pair=per_pair, shared=shared)
         self._watched = False  # True after the first causal call
+        self._after: tuple[None, ...] | None = None  # what the block returns after its tensor, if it returns a tuple
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the block as well: containers read some, as nn.TransformerEncoder does `self_attn`."""
@@ -113,7 +117,7 @@ class MixtureOfDepths(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Any = None,
         *args: Any,
         mask: Tensor | None = None,
         keep: Tensor | None = None,
@@ -121,38 +125,32 @@ class MixtureOfDepths(nn.Module):
         return_plans: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """x (B, T, D); mask (B, T), True at real tokens; keep (B, T), True at tokens that go before all others
-        (among the k of a row, or with `causal=True` in any case); causal, decide by the causal rule instead of the top
-        k. Other arguments go to the block.
+        """x (B, T, D), also by the name that the block has for it; mask (B, T), True at real tokens; keep (B, T), True
+        at tokens that go before all others (among the k of a row, or with `causal=True` in any case); causal, decide by
+        the causal rule instead of the top k. Other arguments go to the block.
 
-        Returns y (B, T, D), or (y, plans) with `return_plans=True`.
+        Returns y (B, T, D), in a tuple if the block returns one, or (y, plans) with `return_plans=True`.
         """
-        if isinstance(x, Tensor) and x.is_nested:  # nn.TransformerEncoder makes such tensors in evaluation
-            return self._nested(x, args, mask, keep, causal, return_plans, kwargs)
-        if self.block is self:
-            raise InvalidValueError("block is this layer itself: give it another block")
+        if x is None and self._arguments.first is not None:
+            x = kwargs.pop(self._arguments.first, None)
+        nested = isinstance(x, Tensor) and x.is_nested  # nn.TransformerEncoder makes such tensors in evaluation
+        if nested:
+            x, mask = _padded(x, mask, keep)
         check_tokens(x, self.dim)
         named = self._arguments.named(args, kwargs)
-        if "mask" in self._arguments.told and mask is not None:  # the block's own
+        if "mask" in self._arguments.told and mask is not None and not nested:  # the block's own
             named["mask"], mask = mask, None
-        mask = self._arguments.joined_mask(mask, named, x)
-        pos = None if mask is None else masked_positions(mask, x)
-        kept = self._kept(x, mask, keep, causal)
+        if "keep" in self._arguments.told and keep is not None:
+            named["keep"], keep = keep, None
+        real = self._arguments.joined_mask(mask, named, x)
+        pos = None if real is None else masked_positions(real, x)
+        kept = self._kept(x, real, keep, causal)
         plan = self.router(x, pos, causal, keep=kept, fewest_slots=int(self.always_call))
-        y = self._through_block(x, plan, named) if x.numel() and plan.tokens.shape[-1] else x
+        y = self._through_block(x, plan, named) if plan.tokens.shape[-1] or not x.numel() else x
         y = self.router_training(y, plan, self.router)
-        return (y, RecordedPlans((plan,))) if return_plans else y
-
-    def _nested(self, x: Tensor, args: Any, mask: Any, keep: Any, causal: bool, return_plans: bool, kwargs: Any) -> Any:
-        """The same for a nested tensor, whose rows differ in length."""
-        if mask is not None or keep is not None:
-            raise InvalidValueError("x is nested, with rows of different lengths: give it no mask and no keep")
-        lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
-        padded = torch.nested.to_padded_tensor(x, 0.0)
-        mask = torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
-        y, plans = self.forward(padded, *args, mask=mask, causal=causal, return_plans=True, **kwargs)
-        y = torch._nested_tensor_from_mask(y, mask)
-        return (y, plans) if return_plans else y
+        y = torch._nested_tensor_from_mask(y, mask) if nested else y  # type: ignore[arg-type]
+        result = y if self._after is None else (y, *self._after)
+        return (result, RecordedPlans((plan,))) if return_plans else result
 
     def _kept(self, x: Tensor, mask: Tensor | None, keep: Tensor | None, causal: bool) -> Tensor | None:
         """(B, T) bool: tokens to route whatever their score; None if there are none."""
@@ -172,6 +170,11 @@ class MixtureOfDepths(nn.Module):
         """x with its routed tokens taken through the block."""
         if plan.filled is None or self._arguments.takes_padding(named):
             return self._one_call(x, plan, named)
+        if torch.compiler.is_exporting():
+            raise DepthgateError(
+                "rows route different numbers of tokens, and the block has no padding mask: this cannot be exported; "
+                "name the block's mask by padding_keyword, or export without a mask"
+            )
         y = x
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
         # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
@@ -197,14 +200,27 @@ class MixtureOfDepths(nn.Module):
         return plan.merge(x, self._block(rows, named)[:, None])
 
     def _block(self, rows: Tensor, named: dict[str, Any]) -> Tensor:
-        out = self.block(rows, **named)
-        if isinstance(out, tuple) and len(out) == 1:
-            (out,) = out
+        if torch.compiler.is_compiling():
+            out = self._arguments.call(self.block, rows, named)
+        else:
+            try:
+                out = self._arguments.call(self.block, rows, named)
+            except RuntimeError as error:
+                if any(part is self for part in self.block.modules()):
+                    raise InvalidValueError("block holds this layer itself: give it another block") from None
+                error.add_note(
+                    f"The block got {rows.shape[1]} tokens of each row, by MixtureOfDepths: one with tables, masks or "
+                    "windows of its own over all tokens cannot be routed, and tensors given to it must be declared"
+                )
+                raise
+        self._after = None
+        if isinstance(out, tuple) and out and all(more is None for more in out[1:]):
+            out, self._after = out[0], out[1:]
         if not isinstance(out, Tensor) or out.shape != rows.shape or not out.is_floating_point():
             got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise InvalidValueError(
-                f"block returned {got} for an input of shape {tuple(rows.shape)}: "
-                "it must return a floating tensor of the same shape, with its own residual"
+                f"block returned {got} for an input of shape {tuple(rows.shape)}: it must return a floating tensor of "
+                "the same shape, with its own residual, or a tuple of that and of None"
             )
         return out
 
@@ -214,7 +230,7 @@ class MixtureOfDepths(nn.Module):
         arguments, grad = self._arguments, torch.is_grad_enabled()
         self._watched = arguments.torch_layer or not (torch.is_inference_mode_enabled() or _is_sharded(self.block))
         if arguments.torch_layer or not self._watched:
-            out, ahead = self._block(rows, named), arguments.torch_layer and not arguments.has_mask(named)
+            out, ahead = self._block(rows, named), arguments.torch_layer and not arguments.is_causal(named)
         else:
             with torch.enable_grad():
                 watched = rows if rows.requires_grad else rows.detach().requires_grad_()
@@ -222,13 +238,20 @@ class MixtureOfDepths(nn.Module):
                 ahead = _first_sees_later(out, watched, plan)
             out = out if grad else out.detach()
         if ahead:
-            warnings.warn(
+            warn_once(
                 f"causal=True chooses tokens causally, but the block, a {type(self.block).__name__}, looks at later "
-                "tokens: give it a causal mask (such as is_causal=True), or do not count on causality",
-                DepthgateWarning,
-                stacklevel=2,
+                "tokens: give it a causal mask (such as is_causal=True), or do not count on causality"
             )
         return out
+
+
+def _padded(x: Any, mask: Any, keep: Any) -> tuple[Tensor, Tensor]:
+    """A nested tensor, whose rows differ in length -> (B, T, D) with zeros at the end, (B, T) True at real tokens."""
+    if mask is not None or keep is not None:
+        raise InvalidValueError("x is nested, with rows of different lengths: give it no mask and no keep")
+    lengths = torch.tensor([len(row) for row in x.unbind()], device=x.device)
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    return padded, torch.arange(padded.shape[1], device=x.device) < lengths[:, None]
 
 
 def _first_sees_later(out: Tensor, rows: Tensor, plan: Slots) -> bool:
@@ -262,6 +285,11 @@ def _check_block(block: Any) -> None:
         raise InvalidValueError(
             f"block is a {type(block).__name__}, which returns an update without the residual: use depthgate.layers.MoD"
         )
+    for part, name in itertools.product(block.modules(), _OVER_ALL_PLACES):
+        if getattr(part, name, None) is not None:
+            raise InvalidValueError(
+                f"block has relative positions of its own ({name}), over all tokens: not to be routed"
+            )
     torch_layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     if any(isinstance(part, torch_layers) and not part.self_attn.batch_first for part in block.modules()):
         raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")

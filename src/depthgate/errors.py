@@ -4,7 +4,10 @@ Imports no torch, so that the command line can refuse a bad value at once.
 """
 
 import math
+import sys
+import warnings
 from collections.abc import Collection
+from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
@@ -64,3 +67,12 @@ def check_choice(value: Any, name: str, allowed: Collection[str]) -> str:
 
 class DepthgateWarning(UserWarning):
     """Something went wrong that depthgate could work around; the text says what was done instead."""
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn, once in a process for each text, at the line outside depthgate and torch that led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("depthgate", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, DepthgateWarning, stacklevel=level)

@@ -1,4 +1,4 @@
-"""The other arguments of a block, gathered as its tokens are. Names decide, never shapes."""
+"""The other arguments of a block, gathered as its tokens are. Names decide; shapes tell forms of one kind apart."""
 
 import inspect
 from collections.abc import Callable, Collection
@@ -21,10 +21,13 @@ KNOWN = {
     "per_query": ("memory_mask", "encoder_attention_mask"),  # pairs of a token and one of another sequence
     "per_row": ("memory", "memory_key_padding_mask", "encoder_hidden_states"),
 }
-CACHES = ("past_key_value", "past_key_values", "layer_past")
+CACHES = "but a routed block keeps no cache: call the model with use_cache=False, or use depthgate.hf.convert"
+PLACES = "timm's positions of all patches in order: a routed block gets some of them; take a model without"
+REFUSED = dict.fromkeys(("past_key_value", "past_key_values", "layer_past"), CACHES) | {"rope": PLACES}
 CAUSAL = {"is_causal": "src_mask", "tgt_is_causal": "tgt_mask"}  # torch's hints, and the masks that they describe
 OURS = ("mask", "keep", "causal", "return_plans")
 MASKED = -1e4  # an additive mask of this or less hides a token for good
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of compile, checkpoints, FSDP1
 
 
 class Arguments:
@@ -32,11 +35,20 @@ class Arguments:
 
     def __init__(self, block: nn.Module, padding_keyword: str | None, **declared: Collection[str]) -> None:
         """declared: names of arguments by kind (per_token, per_pair, shared). padding_keyword: see MixtureOfDepths."""
-        inner = getattr(block, "_orig_mod", block)  # of a compiled block
-        parameters = list(inspect.signature(inner.forward).parameters.values())[1:]
+        inner = block
+        while found := [each for name in WRAPPERS if (each := getattr(inner, name, None)) is not None]:
+            inner = found[0]
+        parameters = list(inspect.signature(inner.forward).parameters.values())
+        first = parameters.pop(0) if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL else None
+        self.first = None if first is None else first.name
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        self.rest = next(
+            (p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None
+        )  # *args: a tuple of that name
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         accepted = {p.name for p in parameters}
+        have = ", ".join(sorted(accepted)) or "none"
         self.kinds = {name: kind for kind, names in KNOWN.items() for name in names}
         told: dict[str, str] = {}
         for kind, names in declared.items():
@@ -44,15 +56,22 @@ class Arguments:
                 raise InvalidValueError(f"{kind} is {names!r}: it must be a list of names, such as ['pos']")
             for name in names:
                 if not isinstance(name, str) or not (name in accepted or (takes_any and name not in OURS)):
-                    have = ", ".join(sorted(accepted)) or "none"
                     raise InvalidValueError(f"{kind} names {name!r}: the block's arguments after the first are {have}")
+                if name in OURS[2:]:
+                    raise InvalidValueError(
+                        f"{kind} names {name!r}, which MixtureOfDepths has itself: rename the block's"
+                    )
                 if name in told:
                     raise InvalidValueError(f"{name!r} is declared as {told[name]} and as {kind}: name it once")
                 told[name] = kind
         self.kinds |= told
         self.told = frozenset(told)
-        if padding_keyword is not None and (not isinstance(padding_keyword, str) or not padding_keyword.isidentifier()):
-            raise InvalidValueError(f"padding_keyword is {padding_keyword!r}: it must be the name of a keyword")
+        if padding_keyword is not None and not (padding_keyword in accepted - {*self.unnamed, self.rest} or takes_any):
+            raise InvalidValueError(
+                f"padding_keyword is {padding_keyword!r}: it must be an argument of the block, which has {have}"
+            )
+        if padding_keyword is not None and told.get(padding_keyword, "per_token") != "per_token":
+            raise InvalidValueError(f"{padding_keyword!r} is padding_keyword and {told[padding_keyword]}: name it once")
         self.padding = padding_keyword or next((name for name in PADDING if name in accepted), None)
         if self.padding is not None:
             self.kinds[self.padding] = "per_token"
@@ -62,16 +81,27 @@ class Arguments:
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Positional arguments after x, and keywords, all by name."""
-        if len(args) > len(self.names):
+        named = dict(zip(self.names, args, strict=False))
+        more = args[len(self.names) :]
+        if more and self.rest is None:
             raise InvalidValueError(f"the block takes {len(self.names)} arguments by position after x, not {len(args)}")
-        named = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        for name in CACHES:
-            if named.get(name) is not None:
-                raise InvalidValueError(
-                    f"{name} is given, but a routed block keeps no cache: call the model with use_cache=False, or use "
-                    "depthgate.hf.convert"
-                )
+        for name in kwargs:
+            if name in named or name == self.first:
+                raise InvalidValueError(f"{name} is given by position and by name: give it once")
+            if name in self.unnamed or name == self.rest:
+                raise InvalidValueError(f"{name} is given by name, but the block takes it by position alone")
+        named |= kwargs | ({self.rest: more} if self.rest is not None and more else {})
+        for name, why in REFUSED.items():
+            if named.get(name) is not None and name not in self.told:
+                raise InvalidValueError(f"{name} is given, {why}")
         return named
+
+    def call(self, block: nn.Module, rows: Tensor, named: dict[str, Any]) -> Any:
+        """The block's result; arguments that it takes by position are given so."""
+        more = named.get(self.rest, ()) if self.rest is not None else ()
+        first = [name for name in (self.names if more else self.unnamed) if name in named]
+        others = {name: value for name, value in named.items() if name not in (*first, self.rest)}
+        return block(rows, *(named[name] for name in first), *more, **others)
 
     def joined_mask(self, mask: Tensor | None, named: dict[str, Any], x: Tensor) -> Tensor | None:
         """mask (B, T), True at real tokens, without those that the block's own masks leave out: its padding mask, and
@@ -87,15 +117,15 @@ class Arguments:
                 _check_shape(name, value, x)
                 real = value != 0
             elif self._is_pairs_of_transformers(name, value):
-                seen = value if value.dtype == torch.bool else value > MASKED
+                seen = value > MASKED if value.is_floating_point() else value != 0
                 real = seen.flatten(1, 2).any(1).expand(x.shape[:2])  # a key that no query sees is padding
             if real is not None:
                 mask = real if mask is None else mask & real
         return mask
 
-    def has_mask(self, named: dict[str, Any]) -> bool:
-        """True if a mask of pairs is among the arguments."""
-        return any(self.kinds.get(name) == "per_pair" and value is not None for name, value in named.items())
+    def is_causal(self, named: dict[str, Any]) -> bool:
+        """True if one of torch's masks among the arguments hides all later tokens."""
+        return any(_hides_later(named[name]) for name in CAUSAL.values() if named.get(name) is not None)
 
     def takes_padding(self, named: dict[str, Any]) -> bool:
         """True if the block can be told of empty slots: by its padding mask, or by a mask of pairs of transformers."""
@@ -160,6 +190,14 @@ class Arguments:
         kind = self._kind(name, value)
         if kind in ("shared", "per_row"):
             return value
+        for leaf in pytree.tree_leaves(value):
+            if not isinstance(leaf, Tensor | nn.Module) and any(
+                isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()
+            ):
+                raise InvalidValueError(
+                    f"{name} holds a {type(leaf).__name__} with tensors, which are not gathered: hand them on by "
+                    f"themselves, or declare shared=[{name!r}]"
+                )
         gather: Callable[[str, Tensor, Slots, Tensor], Tensor]
         if kind in ("per_pair", "per_query"):
             gather = partial(self._pairs, axes=(-2, -1) if kind == "per_pair" else (-2,))
@@ -224,13 +262,19 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
 
 
+def _hides_later(mask: Tensor) -> bool:
+    """mask (..., k, k), True or very negative where a query does not see a key."""
+    hidden = mask <= MASKED if mask.is_floating_point() else mask
+    return bool((hidden | torch.ones_like(hidden).tril()).all())
+
+
 def _pairs_padding(filled: Tensor, given: Tensor) -> Tensor:
     """filled (B, k), given (B, 1, k, k) -> given, in which no query sees an empty slot, and an empty slot itself alone:
     its result is thrown away, and looking at nothing would be 0/0."""
     itself = torch.eye(filled.shape[1], dtype=torch.bool, device=filled.device) & ~filled[:, None, :, None]
     hidden = ~filled[:, None, None] & ~itself
-    if given.dtype == torch.bool:
-        return (given & ~hidden) | itself
+    if not given.is_floating_point():
+        return (((given != 0) & ~hidden) | itself).to(given.dtype)
     return given.masked_fill(hidden, torch.finfo(given.dtype).min).masked_fill(itself, 0)
 
 

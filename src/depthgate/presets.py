@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str) -> dict[str, Any]:
     """The options of a preset; an unknown name is refused with the nearest known one."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, 1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(str(name), PRESETS, 1, cutoff=0.0)[0]
         raise InvalidValueError(f"preset is {name!r}: did you mean {near!r}? `depthgate presets` lists them all")
     return dict(PRESETS[name])
 

@@ -24,13 +24,19 @@ class RecordedPlans(Sequence[Plan]):
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "RecordedPlans":
-        assert self._model is not None
+        if self._model is None:
+            raise DepthgateError("these plans are of a call that is over: record others by `with dg.record(model)`")
         routers = [(n, m) for n, m in self._model.named_modules() if isinstance(m, TopTokens | TopExperts | SoftSlots)]
         if not routers:
             raise DepthgateError(f"no layer of this {type(self._model).__name__} routes: there is nothing to record")
         for name, router in routers:
             layer = name.rpartition(".")[0]
-            self._hooks.append(router.register_forward_hook(lambda *call, layer=layer: self._note(layer, call[-1])))
+
+            def note(module: nn.Module, _: Any, plan: Plan, router: nn.Module = router, layer: str = layer) -> None:
+                if module is router:  # and not a copy of it, which keeps the hook
+                    self._note(layer, plan)
+
+            self._hooks.append(router.register_forward_hook(note))
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -58,10 +64,12 @@ class RecordedPlans(Sequence[Plan]):
         return len(self._plans)
 
     def __iter__(self) -> Iterator[Plan]:
-        return iter(self._plans)
+        return iter(self._recorded())
 
     def __repr__(self) -> str:
-        named = (f"{name}: {plan!r}" if name else repr(plan) for name, plan in zip(self.names, self, strict=True))
+        named = (
+            f"{name}: {plan!r}" if name else repr(plan) for name, plan in zip(self.names, self._plans, strict=True)
+        )
         return "\n".join(named) or "no plans"
 
     def _recorded(self) -> list[Plan]:

@@ -49,10 +49,10 @@ def _batch():
     return torch.randn(4, 12, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def _by_hand():
-    """Gradients of the mean over both halves of the batch."""
+def _by_hand(parts):
+    """Gradients of two processes with a part of the batch each, or with one between them."""
     model = _build(losses=None)
-    for half in _batch().chunk(2):
+    for half in parts:
         with dg.record(model) as plans:
             y = model(half)
         first, tokens, predictor, _, experts = plans
@@ -69,7 +69,7 @@ def _equal(world):
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
     wrapped = DistributedDataParallel(_build())
-    mine, expected = _batch().chunk(2)[world.rank], _by_hand()
+    mine, expected = _batch().chunk(2)[world.rank], _by_hand(_batch().chunk(2))
     for model, names in ((sharded, sharded.named_parameters), (wrapped, wrapped.module.named_parameters)):
         for recompute in (False, True):
             model.zero_grad()
@@ -82,3 +82,22 @@ def _equal(world):
 def test_two_processes_equal_one_with_losses_added_by_hand():
     """With activations kept, and computed again on the way back."""
     spawn(2, _equal)
+
+
+def _empty(world):
+    mine = _batch()[: 0 if world.rank else 4]
+    mesh = init_device_mesh("cpu", (2,))
+    sharded = _build()
+    for layer in sharded.layers:
+        fully_shard(layer, mesh=mesh)
+    wrapped = DistributedDataParallel(_build())
+    expected = _by_hand([_batch()])
+    for model, names in ((sharded, sharded.named_parameters), (wrapped, wrapped.module.named_parameters)):
+        y = model(mine)
+        (y.square().mean() if len(y) else y.sum()).backward()
+        for name, p in names():
+            close(getattr(p.grad, "full_tensor", lambda p=p: p.grad)(), expected[name])
+
+
+def test_a_process_without_rows_does_not_hold_up_the_other():
+    spawn(2, _empty)

@@ -42,7 +42,8 @@ def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None) -> Tensor
     B, T = x.shape[:2]
     features = x.shape[2:]
     if x.numel() == 0:
-        return x.new_zeros(B, index.shape[1], *features)
+        rows = x.new_zeros(B, index.shape[1], *features)
+        return rows + x.sum() if x.is_floating_point() else rows  # what made x gets a gradient, of 0
     flat = _flat(index, T)
     rows = x.reshape(B * T, -1)
     return _shaped(rows.gather(0, flat[:, None].expand(-1, rows.shape[1])), B, index.shape[1], *features)
@@ -125,7 +126,8 @@ def check_per_token(value: Any, x: Tensor, name: str, dtype: torch.dtype | None 
         raise InvalidValueError(f"{name} is {shape}: it must be a tensor of shape {tuple(x.shape[:2])}, like x")
     if dtype is torch.bool:
         if value.dtype is not torch.bool:
-            raise InvalidValueError(f"{name} has dtype {value.dtype}: it must be bool, True at real tokens")
+            where = "real tokens" if name == "mask" else "some tokens"
+            raise InvalidValueError(f"{name} has dtype {value.dtype}: it must be bool, True at {where}")
     elif value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise InvalidValueError(f"{name} has dtype {value.dtype}: it must hold integers")
 

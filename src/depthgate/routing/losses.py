@@ -114,10 +114,13 @@ class _WithLoss(torch.autograd.Function):
     """With a hook of y instead, torch 2.11 compiles a graph out of order."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:
-        ctx.save_for_backward(loss)
-        ctx.then = then
+    def forward(y: Tensor, loss: Tensor | None, then: Callable[[], None] | None) -> Tensor:  # noqa: ARG004
         return torch.ops.aten._unsafe_view(y, y.shape)  # type: ignore[no-any-return]  # not a view: may be written to
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        _, loss, ctx.then = inputs
+        ctx.save_for_backward(loss)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:

@@ -4,15 +4,13 @@ Losses go into the backward pass of a layer's result, each exactly once, with an
 thresholds move once in a forward pass, and not again when a checkpoint runs it a second time.
 """
 
-import warnings
-
 import torch
 from torch import Tensor, nn
 
-from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError, check_number
+from depthgate.errors import DepthgateError, InvalidValueError, check_number, warn_once
 from depthgate.routing.losses import causal_bce, load_balance, with_loss, z_loss
 from depthgate.routing.plan import Groups, Plan, Slots
-from depthgate.routing.routers import TopTokens
+from depthgate.routing.routers import SoftSlots, TopTokens
 
 
 def in_backward() -> bool:
@@ -58,7 +56,6 @@ class RouterTraining(nn.Module):
         weights = {name: check_number(weight, f"{name}_loss", "[0, 1e9)") for name, weight in given.items()}
         self.weights = weights if losses else dict.fromkeys(weights, 0.0)
         self.scale: Tensor | None = None  # of the main loss, where `set_loss_scale` has told it
-        self._warned = False
 
     def forward(self, y: Tensor, plan: Plan, router: nn.Module) -> Tensor:
         """y (B, T, D), the layer's result, with the losses of its plan in its backward pass."""
@@ -75,19 +72,13 @@ class RouterTraining(nn.Module):
         if self.scale is not None:
             loss = loss * self.scale
         elif not torch.compiler.is_compiling():
-            self._warn_of_fp16(y.device.type)
+            device = y.device.type
+            if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+                warn_once(
+                    "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient "
+                    "scaler: call dg.set_loss_scale(model, scaler.get_scale()) before each step"
+                )
         return with_loss(y, loss)
-
-    def _warn_of_fp16(self, device: str) -> None:
-        fp16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16
-        if fp16 and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient scaler: "
-                "call dg.set_loss_scale(model, scaler.get_scale()) before each step",
-                DepthgateWarning,
-                stacklevel=2,
-            )
 
 
 def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
@@ -99,11 +90,14 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
     Their routers' losses are then multiplied alike. Call it before the forward pass.
     """
     layers = [module for module in model.modules() if isinstance(module, RouterTraining)]
-    if not layers:
+    if not layers and not any(isinstance(module, SoftSlots) for module in model.modules()):  # which have no loss
         raise DepthgateError(
             f"this {type(model).__name__} has no drop-in layer of depthgate: there is nothing to scale"
         )
-    if not isinstance(scale, Tensor):
-        scale = torch.tensor(check_number(scale, "scale", "(0, 1e30)"), device="cpu")
+    if isinstance(scale, Tensor) and (scale.numel() != 1 or not scale.is_floating_point()):
+        raise InvalidValueError(f"scale is {scale.dtype} of shape {tuple(scale.shape)}: it must be one floating number")
+    if not isinstance(scale, Tensor) or scale.device.type == "cpu":  # others are not waited for
+        number = scale.item() if isinstance(scale, Tensor) else scale
+        scale = torch.tensor(check_number(number, "scale", "(0, 1e30)"), device="cpu")
     for layer in layers:
-        layer.scale = scale.detach().float()
+        layer.scale = scale.detach().float().reshape(())

@@ -206,6 +206,8 @@ def plan_decisions(
     """The decisions of plans about one row of their batch: see `depthgate.view.plot`."""
     if not plans:
         raise DepthgateError("there are no plans: no layer of the model routes")
+    if not all(plan.scores.shape[0] * plan.scores.shape[1] for plan in plans):
+        raise DepthgateError("the plans are of an empty batch: there is nothing to show")
     check_count(row, "row", minimum=0, maximum=min(plan.scores.shape[0] for plan in plans) - 1)
     length = max(plan.scores.shape[1] for plan in plans)
     if tokens is not None and len(tokens) != length:
@@ -250,6 +252,8 @@ def _each_once(names: Sequence[str]) -> list[str]:
 def check_grid(grid: Any, prefix: Any, tokens: int) -> None:
     """Refuse a grid that is not rows and columns of as many patches as there are tokens after the prefix."""
     check_count(prefix, "prefix", minimum=0)
+    if grid is None and prefix:
+        raise InvalidValueError(f"prefix is {prefix}, but there is no grid: give both, such as grid=(14, 14), prefix=1")
     if grid is None:
         return
     if not isinstance(grid, Sequence) or len(grid) != 2:

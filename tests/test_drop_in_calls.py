@@ -1,0 +1,323 @@
+"""How a routed layer calls its block: signatures, tuples, empty batches, wrappers, what cannot be routed."""
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import depthgate as dg
+from depthgate.errors import DepthgateWarning, warn_once
+from depthgate.routing import causal_bce, z_loss
+from tests.conftest import close
+from tests.vision import package
+
+D, H = 16, 2
+F64 = torch.float64
+X = torch.randn(2, 8, D, dtype=F64, generator=torch.Generator().manual_seed(5))
+
+
+def encoder_layer(**options):
+    return nn.TransformerEncoderLayer(D, H, 32, batch_first=True, dropout=0.0, dtype=F64, **options)
+
+
+def routed(block, capacity=0.5, **options):
+    return dg.MixtureOfDepths(block, D, capacity, **options).double()
+
+
+# Signatures.
+class Any(nn.Module):
+    def forward(self, x, *args, scale=1.0):
+        return x + scale * sum(args)
+
+
+class Unnamed(nn.Module):
+    def forward(self, x, by, plus=0.0, /):
+        return x * by + plus
+
+
+class Everything(nn.Module):
+    def forward(self, *args, **kwargs):
+        x, by = args
+        return x * by + kwargs["plus"]
+
+
+class Own(nn.Module):
+    def forward(self, hidden_states, by=1.0, keep=None):
+        return hidden_states * by + (0 if keep is None else keep[..., None].double())
+
+
+def through(plan, new, x=X):
+    """x with each routed token moved towards its row of `new` (B, T, D)."""
+    gate = torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.mT)
+    return x + gate * (new - x)
+
+
+def test_blocks_that_take_arguments_by_position_alone():
+    pos = torch.arange(8.0, dtype=F64)[:, None]
+    y, (plan,) = routed(Any(), per_token=["args"])(X, pos, 2 * pos, scale=0.5, return_plans=True)
+    close(y, through(plan, X + 1.5 * pos))
+    y, (plan,) = routed(Unnamed())(X, 3.0, 1.0, return_plans=True)
+    close(y, through(plan, 3 * X + 1))
+    y, (plan,) = routed(Everything())(X, 3.0, plus=1.0, return_plans=True)
+    close(y, through(plan, 3 * X + 1))
+
+
+def test_x_by_the_name_that_the_block_has_for_it():
+    layer = routed(Own())
+    close(layer(hidden_states=X, by=2.0), layer(X, 2.0))
+    close(routed(Own())(x=X), X)
+
+
+def test_a_block_may_have_a_keep_of_its_own():
+    keep = torch.rand(2, 8) < 0.5
+    y, (plan,) = routed(Own(), per_token=["keep"])(X, keep=keep, return_plans=True)
+    close(y, through(plan, X + keep[..., None].double()))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: routed(Own())(X, 2.0, by=3.0), "by is given by position and by name"),
+        (lambda: routed(Own())(X, hidden_states=X), "hidden_states is given by position and by name"),
+        (lambda: routed(Own())(by=2.0), "x is a NoneType"),
+        (lambda: routed(Unnamed())(X, by=2.0), "by is given by name, but the block takes it by position"),
+        (lambda: routed(Any())(X, args=(1,)), "args is given by name, but the block takes it by position"),
+        (lambda: routed(Any())(X, torch.zeros(2, 8, 1)), r"args has shape \(2, 8, 1\).*per_token=\['args'\]"),
+        (lambda: routed(Own(), padding_keyword="padd"), "padding_keyword is 'padd'.*which has by, keep"),
+        (lambda: routed(Own(), padding_keyword=3), "padding_keyword is 3"),
+        (lambda: routed(Own(), padding_keyword="by", shared=["by"]), "'by' is padding_keyword and shared"),
+        (lambda: routed(Own())(X, keep=torch.ones(2, 8)), "keep has dtype torch.float32.*True at some tokens"),
+        (lambda: routed(Own())(X, rope=torch.zeros(7, 4)), "rope is given, timm's positions of all patches"),
+    ],
+)
+def test_a_bad_call_is_named(call, text):
+    with pytest.raises(dg.DepthgateError, match=text):
+        call()
+
+
+def test_a_block_whose_causal_is_its_own_cannot_declare_it():
+    class Causal(nn.Module):
+        def forward(self, x, causal=False):
+            return x
+
+    with pytest.raises(dg.DepthgateError, match="'causal', which MixtureOfDepths has itself"):
+        routed(Causal(), shared=["causal"])
+
+
+def test_tensors_inside_objects_are_refused_unless_shared():
+    @dataclasses.dataclass
+    class Context:
+        pos: torch.Tensor
+
+    class Reads(nn.Module):
+        def forward(self, x, context):
+            return x + context.pos.sum()
+
+    context = Context(torch.ones(8, dtype=F64))
+    for given in (context, [context]):
+        with pytest.raises(dg.DepthgateError, match=r"context holds a Context with tensors.*shared=\['context'\]"):
+            routed(Reads())(X, given)
+    y, (plan,) = routed(Reads(), shared=["context"])(X, context, return_plans=True)
+    close(y, through(plan, X + 8))
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda block: torch.compile(block, backend="eager")])
+def test_wrapped_layers_are_known_as_what_they_are(wrap):
+    """Padding, causal hints and masks by position, with checkpoints and a compiled block."""
+    plain = encoder_layer()
+    padding = torch.arange(8) >= torch.tensor([[8], [5]])
+    layer = routed(plain)
+    wrapped = copy.deepcopy(layer)
+    wrapped = dg.MixtureOfDepths(wrap(wrapped.block), D, 0.5).double()
+    wrapped.router.load_state_dict(layer.router.state_dict())
+    order = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    for args, call in (((), {}), ((order,), {}), ((), {"is_causal": True}), ((), {"src_key_padding_mask": padding})):
+        close(wrapped(X, *args, **call), layer(X, *args, **call))
+    with pytest.raises(dg.DepthgateError, match="batch_first=False"):
+        routed(wrap(nn.TransformerEncoderLayer(D, H)))
+
+
+# Results.
+class Returns(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.linear, self.form = nn.Linear(D, D, dtype=F64), form
+
+    def forward(self, x):
+        return self.form(x + self.linear(x))
+
+
+def test_a_tuple_comes_back_as_a_tuple():
+    """As older layers of transformers return (hidden_states,), or (hidden_states, None)."""
+    mask = torch.arange(8) < torch.tensor([[8], [3]])
+    for more in ((), (None,), (None, None)):
+        block = Returns(lambda y, more=more: (y, *more))
+        layer = routed(block)
+        for call in ({}, {"mask": mask}, {"mask": mask, "causal": True}):
+            (y, *rest), (plan,) = layer(X, **call, return_plans=True)
+            assert tuple(rest) == more
+            close(y, through(plan, X + block.linear(X)))
+        with torch.no_grad():  # a pass in which no token is routed has the same form
+            assert torch.equal(layer(X, mask=torch.zeros_like(mask))[0], X)
+    model = nn.Sequential(routed(Returns(lambda y: (y,))))
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert isinstance(model(X), tuple)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, D), (2, 0, D), (0, 0, D)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: routed(encoder_layer()),
+        lambda: routed(nn.Linear(D, D), rule="predictor"),
+        lambda: dg.MixtureOfExperts(D, 4, hidden=8).double(),
+        lambda: dg.MixtureOfExperts(D, 4, choice="experts", hidden=8, rule="predictor").double(),
+        lambda: dg.SoftMoE(D, 2).double(),
+    ],
+)
+def test_an_empty_batch_gives_every_parameter_a_gradient_of_zero(build, shape):
+    """One process of several may have no rows left, and the others wait for its gradients."""
+    layer = build()
+    y = layer(torch.randn(shape, dtype=F64))
+    assert y.shape == shape
+    y.sum().backward()
+    for name, weight in layer.named_parameters():
+        assert weight.grad is not None, name
+        assert not weight.grad.any(), name
+
+
+# Blocks that cannot be routed.
+def test_a_layer_within_itself_is_refused_however_deep():
+    layer = routed(nn.Sequential(nn.Linear(D, D)))
+    layer.block.append(layer)
+    with pytest.raises(dg.DepthgateError, match="block holds this layer itself"):
+        layer(X)
+
+
+def test_tables_over_all_places_are_refused():
+    timm = package("timm")
+    beit = timm.create_model("beit_base_patch16_224", img_size=32, depth=1)
+    with pytest.raises(dg.DepthgateError, match="relative positions of its own"):
+        dg.MixtureOfDepths(beit.blocks[0], 768)
+    eva = timm.create_model("eva02_tiny_patch14_224", img_size=28, depth=1)
+    eva.blocks[0] = dg.MixtureOfDepths(eva.blocks[0], 192, 0.5)
+    with pytest.raises(dg.DepthgateError, match="rope is given, timm's positions"):
+        eva(torch.randn(1, 3, 28, 28))
+
+
+def test_an_error_of_the_block_says_how_many_tokens_it_got():
+    class Fixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(8, D, dtype=F64))
+
+        def forward(self, x):
+            return x + self.table
+
+    with pytest.raises(RuntimeError, match="must match the size") as caught:
+        routed(Fixed())(X)
+    assert "got 4 tokens of each row" in caught.value.__notes__[0]
+
+
+def test_exporting_what_differs_from_row_to_row_is_refused():
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    with pytest.raises(Exception, match="this cannot be exported; name the block's mask by padding_keyword"):
+        torch.export.export(routed(nn.Linear(D, D)).eval(), (X,), {"mask": mask})
+
+
+# Masks that are not what they seem.
+def test_integer_masks_of_pairs_are_those_of_booleans():
+    """As DeBERTa has them: 0 where a query does not see a key."""
+
+    class Layer(nn.Module):
+        def forward(self, hidden_states, attention_mask):
+            seen = attention_mask[:, 0].bool()
+            return hidden_states + torch.where(seen, 0.0, -torch.inf).double().softmax(-1) @ hidden_states
+
+    real = torch.arange(8) < torch.tensor([[8], [5]])
+    pairs = (real[:, None] & real[:, :, None])[:, None]
+    layer = routed(Layer())
+    y, (plan,) = layer(X, attention_mask=pairs.long(), return_plans=True)
+    assert torch.equal(plan.valid, real)
+    close(y, layer(X, attention_mask=pairs))
+    assert y.isfinite().all()
+
+
+# Warnings.
+def count(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [warning for warning in caught if issubclass(warning.category, DepthgateWarning)]
+
+
+def test_warnings_come_once_in_a_process_and_from_the_line_of_the_caller():
+    def causal():
+        for _ in range(3):
+            routed(encoder_layer(), keep=4)(X, causal=True)
+
+    def half():
+        model = nn.Sequential(*[dg.MixtureOfDepths(nn.Linear(D, D), D) for _ in range(3)])
+        with torch.autocast("cpu", torch.float16):
+            model(X.float())
+            model(X.float())
+
+    for call in (causal, half):
+        (warning,) = count(call)
+        assert warning.filename == __file__
+        assert count(call) == []
+
+
+def test_a_mask_that_is_not_causal_does_not_count_as_causal():
+    order = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    for mask, many in ((torch.zeros_like(order), 1), (order.mT, 1), (order, 0), (-1e9 * order.double(), 0)):
+        warn_once.cache_clear()
+        assert len(count(lambda mask=mask: routed(encoder_layer(), keep=4)(X, src_mask=mask, causal=True))) == many
+
+
+# Gradients in other ways.
+def test_functional_gradients_have_the_losses():
+    layer = routed(nn.Linear(D, D))
+    weights = dict(layer.named_parameters())
+    grads = torch.func.grad(lambda w: torch.func.functional_call(layer, w, (X,)).square().mean())(weights)
+    layer(X).square().mean().backward()
+    for name, weight in layer.named_parameters():
+        close(grads[name], weight.grad)
+
+
+def test_a_graph_that_is_used_twice_has_the_losses_twice():
+    """As documented: each backward pass through the layer's result adds them."""
+    layer, hand = (routed(nn.Linear(D, D), losses=losses) for losses in ("backward", None))
+    hand.load_state_dict(layer.state_dict())
+    y = layer(X)
+    y[:, :4].sum().backward(retain_graph=True)
+    y[:, 4:].sum().backward()
+    y, (plan,) = hand(X, return_plans=True)
+    (y.sum() + 2 * (0.01 * causal_bce(plan) + 0.001 * z_loss(plan))).backward()
+    for a, b in zip(layer.parameters(), hand.parameters(), strict=True):
+        close(a.grad, b.grad)
+
+
+# Scales.
+def test_scales_are_checked_as_tensors_too_and_soft_moe_has_nothing_to_scale():
+    dg.set_loss_scale(nn.Sequential(dg.SoftMoE(D, 2)), 0.5)
+    layer = routed(nn.Linear(D, D))
+    for scale, text in (
+        (torch.tensor([1.0, 2.0]), r"scale is torch.float32 of shape \(2,\)"),
+        (torch.tensor(2), r"scale is torch.int64 of shape \(\)"),
+        (torch.tensor(torch.nan), "scale is nan"),
+        (torch.tensor(-1.0), "scale is -1.0"),
+    ):
+        with pytest.raises(dg.DepthgateError, match=text):
+            dg.set_loss_scale(layer, scale)
+    grads = []
+    for scale in (4.0, torch.tensor([4.0])):
+        layer.zero_grad()
+        dg.set_loss_scale(layer, scale)
+        layer(X).square().mean().backward()
+        grads.append(layer.router.proj.weight.grad.clone())
+    close(*grads)
