@@ -81,16 +81,16 @@ def test_a_block_may_have_a_keep_of_its_own():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: routed(Own())(X, 2.0, by=3.0), "by is given by position and by name"),
-        (lambda: routed(Own())(X, hidden_states=X), "hidden_states is given by position and by name"),
+        (lambda: routed(Own())(X, 2.0, by=3.0), "by is given by name, but also"),
+        (lambda: routed(Own())(X, hidden_states=X), "hidden_states is given by name, but also"),
         (lambda: routed(Own())(by=2.0), "x is a NoneType"),
-        (lambda: routed(Unnamed())(X, by=2.0), "by is given by name, but the block takes it by position"),
-        (lambda: routed(Any())(X, args=(1,)), "args is given by name, but the block takes it by position"),
+        (lambda: routed(Unnamed())(X, by=2.0), "by is given by name.*to be given, by position"),
+        (lambda: routed(Any())(X, args=(1,)), "args is given by name.*to be given, by position"),
         (lambda: routed(Any())(X, torch.zeros(2, 8, 1)), r"args has shape \(2, 8, 1\).*per_token=\['args'\]"),
         (lambda: routed(Own(), padding_keyword="padd"), "padding_keyword is 'padd'.*which has by, keep"),
         (lambda: routed(Own(), padding_keyword=3), "padding_keyword is 3"),
         (lambda: routed(Own(), padding_keyword="by", shared=["by"]), "'by' is padding_keyword and shared"),
-        (lambda: routed(Own())(X, keep=torch.ones(2, 8)), "keep has dtype torch.float32.*True at some tokens"),
+        (lambda: routed(Own())(X, keep=torch.ones(2, 8)), "keep has dtype torch.float32.*must be bool"),
         (lambda: routed(Own())(X, rope=torch.zeros(7, 4)), "rope is given, timm's positions of all patches"),
     ],
 )
@@ -172,8 +172,8 @@ def test_a_tuple_comes_back_as_a_tuple():
 @pytest.mark.parametrize(
     "build",
     [
-        lambda: routed(encoder_layer()),
-        lambda: routed(nn.Linear(D, D), rule="predictor"),
+        lambda: routed(encoder_layer(), keep=1),
+        lambda: routed(nn.Linear(D, D), rule="predictor", keep=1),
         lambda: dg.MixtureOfExperts(D, 4, hidden=8).double(),
         lambda: dg.MixtureOfExperts(D, 4, choice="experts", hidden=8, rule="predictor").double(),
         lambda: dg.SoftMoE(D, 2).double(),
@@ -181,13 +181,15 @@ def test_a_tuple_comes_back_as_a_tuple():
 )
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zero(build, shape):
     """One process of several may have no rows left, and the others wait for its gradients."""
-    layer = build()
-    y = layer(torch.randn(shape, dtype=F64))
-    assert y.shape == shape
-    y.sum().backward()
-    for name, weight in layer.named_parameters():
-        assert weight.grad is not None, name
-        assert not weight.grad.any(), name
+    layer, x = build(), torch.randn(shape, dtype=F64)
+    for mask in (None, torch.ones(shape[:2], dtype=torch.bool)):
+        layer.zero_grad()
+        y = layer(x, mask=mask)
+        assert y.shape == shape
+        y.sum().backward()
+        for name, weight in layer.named_parameters():
+            assert weight.grad is not None, name
+            assert not weight.grad.any(), name
 
 
 # Blocks that cannot be routed.

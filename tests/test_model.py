@@ -167,3 +167,12 @@ def test_bad_configurations(options, says):
 def test_bad_tokens(ids):
     with pytest.raises(dg.DepthgateError, match="tokens"):
         build({})(ids)
+
+
+def test_a_model_of_a_preset():
+    model = dg.Decoder.from_preset("tiny-mod", vocab=32, layers=2)
+    assert [*model.config.kinds] == ["dense", "mod"]
+    assert model.config.vocab == 32
+    for name in ("tiny-mdo", 3, None):
+        with pytest.raises(dg.DepthgateError, match=f"preset is {name!r}: did you mean"):
+            dg.Decoder.from_preset(name)

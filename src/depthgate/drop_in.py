@@ -159,7 +159,7 @@ class MixtureOfDepths(nn.Module):
         if self.keep == 0:
             return keep
         T, k = x.shape[1], budget(self.capacity, x.shape[1])
-        if self.keep > k and not causal:
+        if self.keep > k and T and not causal:
             raise InvalidValueError(
                 f"keep is {self.keep}, but capacity {self.capacity} takes {k} of {T} tokens: raise it, or keep fewer"
             )
@@ -168,6 +168,7 @@ class MixtureOfDepths(nn.Module):
 
     def _through_block(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
         """x with its routed tokens taken through the block."""
+        plan = plan if x.numel() else plan._replace(filled=None)  # torch's layers take no masks of an empty batch
         if plan.filled is None or self._arguments.takes_padding(named):
             return self._one_call(x, plan, named)
         if torch.compiler.is_exporting():

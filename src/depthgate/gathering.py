@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from depthgate.errors import InvalidValueError
-from depthgate.ops.rows import check_per_token
+from depthgate.ops.rows import check_per_token, check_shape
 from depthgate.routing.plan import Slots
 
 # Names that need no declaration: those of torch's transformer layers, of timm and of transformers.
@@ -86,10 +86,8 @@ class Arguments:
         if more and self.rest is None:
             raise InvalidValueError(f"the block takes {len(self.names)} arguments by position after x, not {len(args)}")
         for name in kwargs:
-            if name in named or name == self.first:
-                raise InvalidValueError(f"{name} is given by position and by name: give it once")
-            if name in self.unnamed or name == self.rest:
-                raise InvalidValueError(f"{name} is given by name, but the block takes it by position alone")
+            if name in named or name in (self.first, self.rest, *self.unnamed):
+                raise InvalidValueError(f"{name} is given by name, but also, or to be given, by position: give it once")
         named |= kwargs | ({self.rest: more} if self.rest is not None and more else {})
         for name, why in REFUSED.items():
             if named.get(name) is not None and name not in self.told:
@@ -111,12 +109,12 @@ class Arguments:
         for name, value in named.items():
             real = None
             if value is not None and name in (self.padding, *PADDING):
-                _check_shape(name, value, x)
+                check_shape(value, x, name)
                 real = value > MASKED if value.is_floating_point() else value == 0
-            elif self._is_padding_of_transformers(name, value):
-                _check_shape(name, value, x)
+            elif self._of_transformers(name, value, 2):
+                check_shape(value, x, name)
                 real = value != 0
-            elif self._is_pairs_of_transformers(name, value):
+            elif self._of_transformers(name, value, 4):
                 seen = value > MASKED if value.is_floating_point() else value != 0
                 real = seen.flatten(1, 2).any(1).expand(x.shape[:2])  # a key that no query sees is padding
             if real is not None:
@@ -129,7 +127,7 @@ class Arguments:
 
     def takes_padding(self, named: dict[str, Any]) -> bool:
         """True if the block can be told of empty slots: by its padding mask, or by a mask of pairs of transformers."""
-        return self.padding is not None or self._is_pairs_of_transformers("attention_mask", named.get("attention_mask"))
+        return self.padding is not None or self._of_transformers("attention_mask", named.get("attention_mask"), 4)
 
     def gathered(self, named: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any]:
         """The arguments for the rows (B, k, D) of a plan."""
@@ -141,7 +139,7 @@ class Arguments:
         if plan.filled is not None:
             if self.padding is not None:
                 found[self.padding] = _padding(plan.filled[:, 0], found.get(self.padding))
-            elif self._is_pairs_of_transformers("attention_mask", found.get("attention_mask")):
+            elif self._of_transformers("attention_mask", found.get("attention_mask"), 4):
                 found["attention_mask"] = _pairs_padding(plan.filled[:, 0], found["attention_mask"])
         masks = [name for name in found if name in (self.padding, *KNOWN["per_pair"]) and found[name] is not None]
         if self.heads is not None and any(found[name].is_floating_point() for name in masks):
@@ -170,21 +168,13 @@ class Arguments:
         return {n: pytree.tree_map_only(Tensor, partial(cut, kinds[n]), value) for n, value in named.items()}
 
     def _kind(self, name: str, value: Any) -> str | None:
-        return "per_token" if self._is_padding_of_transformers(name, value) else self.kinds.get(name)
+        return "per_token" if self._of_transformers(name, value, 2) else self.kinds.get(name)
 
-    def _is_pairs_of_transformers(self, name: str, value: Any) -> bool:
-        """True for an `attention_mask` (B, 1, T, T), True or 0 where a query sees a key."""
-        return name == "attention_mask" and name not in self.told and isinstance(value, Tensor) and value.ndim == 4
-
-    def _is_padding_of_transformers(self, name: str, value: Any) -> bool:
-        """True for an `attention_mask` (B, T), which is not 0 at real tokens; those of four axes are per pair."""
-        return (
-            name == "attention_mask"
-            and name not in self.told
-            and isinstance(value, Tensor)
-            and value.ndim == 2
-            and not value.is_floating_point()
-        )
+    def _of_transformers(self, name: str, value: Any, axes: int) -> bool:
+        """True for an undeclared `attention_mask` of 2 axes, (B, T), not 0 at real tokens; or of 4, (B, 1, T, T), True
+        or 0 where a query sees a key."""
+        mask = isinstance(value, Tensor) and value.ndim == axes and not (axes == 2 and value.is_floating_point())
+        return mask and name == "attention_mask" and name not in self.told
 
     def _gathered(self, name: str, value: Any, plan: Slots, x: Tensor) -> Any:
         kind = self._kind(name, value)
@@ -247,12 +237,6 @@ class Arguments:
                 f"per_token=[{name!r}], per_pair=[{name!r}] or shared=[{name!r}] of MixtureOfDepths"
             )
         return value
-
-
-def _check_shape(name: str, value: Any, x: Tensor) -> None:
-    if not isinstance(value, Tensor) or value.shape != x.shape[:2]:
-        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise InvalidValueError(f"{name} is {got}: it must be a tensor of shape {tuple(x.shape[:2])}")
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

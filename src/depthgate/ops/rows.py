@@ -119,15 +119,20 @@ def check_tokens(x: Any, dim: int, dim_name: str = "dim") -> None:
         raise InvalidValueError(f"x has dtype {x.dtype}: it must be a floating dtype; convert it with x.float()")
 
 
-def check_per_token(value: Any, x: Tensor, name: str, dtype: torch.dtype | None = None) -> None:
-    """A (batch, tokens) companion of `x`: bool where `dtype` says so, else integers."""
+def check_shape(value: Any, x: Tensor, name: str) -> None:
+    """A (batch, tokens) companion of `x`."""
     if not isinstance(value, Tensor) or value.shape != x.shape[:2]:
         shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise InvalidValueError(f"{name} is {shape}: it must be a tensor of shape {tuple(x.shape[:2])}, like x")
+
+
+def check_per_token(value: Any, x: Tensor, name: str, dtype: torch.dtype | None = None) -> None:
+    """The same, and bool where `dtype` says so, else integers."""
+    check_shape(value, x, name)
     if dtype is torch.bool:
         if value.dtype is not torch.bool:
-            where = "real tokens" if name == "mask" else "some tokens"
-            raise InvalidValueError(f"{name} has dtype {value.dtype}: it must be bool, True at {where}")
+            where = ", True at real tokens" if name == "mask" else ""
+            raise InvalidValueError(f"{name} has dtype {value.dtype}: it must be bool{where}")
     elif value.is_floating_point() or value.is_complex() or value.dtype is torch.bool:
         raise InvalidValueError(f"{name} has dtype {value.dtype}: it must hold integers")
 
