@@ -87,9 +87,15 @@ def test_a_block_may_have_a_keep_of_its_own():
         (lambda: routed(Unnamed())(X, by=2.0), "by is given by name.*to be given, by position"),
         (lambda: routed(Any())(X, args=(1,)), "args is given by name.*to be given, by position"),
         (lambda: routed(Any())(X, torch.zeros(2, 8, 1)), r"args has shape \(2, 8, 1\).*per_token=\['args'\]"),
-        (lambda: routed(Own(), padding_keyword="padd"), "padding_keyword is 'padd'.*which has by, keep"),
+        (
+            lambda: routed(Own(), padding_keyword="padd"),
+            "padding_keyword is 'padd'.* by, keep",
+        ),
         (lambda: routed(Own(), padding_keyword=3), "padding_keyword is 3"),
-        (lambda: routed(Own(), padding_keyword="by", shared=["by"]), "'by' is padding_keyword and shared"),
+        (
+            lambda: routed(Own(), padding_keyword="by", shared=["by"]),
+            "padding_keyword is 'by': it must be one, per token",
+        ),
         (lambda: routed(Own())(X, keep=torch.ones(2, 8)), "keep has dtype torch.float32.*must be bool"),
         (lambda: routed(Own())(X, rope=torch.zeros(7, 4)), "rope is given, timm's positions of all patches"),
     ],
@@ -104,7 +110,7 @@ def test_a_block_whose_causal_is_its_own_cannot_declare_it():
         def forward(self, x, causal=False):
             return x
 
-    with pytest.raises(dg.DepthgateError, match="'causal', which MixtureOfDepths has itself"):
+    with pytest.raises(dg.DepthgateError, match="'causal', an argument of MixtureOfDepths"):
         routed(Causal(), shared=["causal"])
 
 
@@ -119,7 +125,7 @@ def test_tensors_inside_objects_are_refused_unless_shared():
 
     context = Context(torch.ones(8, dtype=F64))
     for given in (context, [context]):
-        with pytest.raises(dg.DepthgateError, match=r"context holds a Context with tensors.*shared=\['context'\]"):
+        with pytest.raises(dg.DepthgateError, match=r"context has tensors in a Context.*shared=\['context'\]"):
             routed(Reads())(X, given)
     y, (plan,) = routed(Reads(), shared=["context"])(X, context, return_plans=True)
     close(y, through(plan, X + 8))
@@ -203,7 +209,7 @@ def test_a_layer_within_itself_is_refused_however_deep():
 def test_tables_over_all_places_are_refused():
     timm = package("timm")
     beit = timm.create_model("beit_base_patch16_224", img_size=32, depth=1)
-    with pytest.raises(dg.DepthgateError, match="relative positions of its own"):
+    with pytest.raises(dg.DepthgateError, match="block has relative_position_bias_table"):
         dg.MixtureOfDepths(beit.blocks[0], 768)
     eva = timm.create_model("eva02_tiny_patch14_224", img_size=28, depth=1)
     eva.blocks[0] = dg.MixtureOfDepths(eva.blocks[0], 192, 0.5)
@@ -227,7 +233,7 @@ def test_an_error_of_the_block_says_how_many_tokens_it_got():
 
 def test_exporting_what_differs_from_row_to_row_is_refused():
     mask = torch.ones(2, 8, dtype=torch.bool)
-    with pytest.raises(Exception, match="this cannot be exported; name the block's mask by padding_keyword"):
+    with pytest.raises(Exception, match="export needs a padding_keyword"):
         torch.export.export(routed(nn.Linear(D, D)).eval(), (X,), {"mask": mask})
 
 
@@ -277,8 +283,10 @@ def test_warnings_come_once_in_a_process_and_from_the_line_of_the_caller():
 def test_a_mask_that_is_not_causal_does_not_count_as_causal():
     order = torch.ones(8, 8, dtype=torch.bool).triu(1)
     for mask, many in ((torch.zeros_like(order), 1), (order.mT, 1), (order, 0), (-1e9 * order.double(), 0)):
-        warn_once.cache_clear()
-        assert len(count(lambda mask=mask: routed(encoder_layer(), keep=4)(X, src_mask=mask, causal=True))) == many
+        for real in (None, torch.arange(8) < torch.tensor([[8], [5]])):
+            warn_once.cache_clear()
+            layer = routed(encoder_layer(), keep=4)
+            assert len(count(lambda: layer(X, src_mask=mask, mask=real, causal=True))) == many  # noqa: B023
 
 
 # Gradients in other ways.
@@ -309,8 +317,8 @@ def test_scales_are_checked_as_tensors_too_and_soft_moe_has_nothing_to_scale():
     dg.set_loss_scale(nn.Sequential(dg.SoftMoE(D, 2)), 0.5)
     layer = routed(nn.Linear(D, D))
     for scale, text in (
-        (torch.tensor([1.0, 2.0]), r"scale is torch.float32 of shape \(2,\)"),
-        (torch.tensor(2), r"scale is torch.int64 of shape \(\)"),
+        (torch.tensor([1.0, 2.0]), r"scale is tensor\(\[1., 2.\]\)"),
+        (torch.tensor(2), r"scale is tensor\(2\)"),
         (torch.tensor(torch.nan), "scale is nan"),
         (torch.tensor(-1.0), "scale is -1.0"),
     ):

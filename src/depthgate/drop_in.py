@@ -172,33 +172,26 @@ class MixtureOfDepths(nn.Module):
         if plan.filled is None or self._arguments.takes_padding(named):
             return self._one_call(x, plan, named)
         if torch.compiler.is_exporting():
-            raise DepthgateError(
-                "rows route different numbers of tokens, and the block has no padding mask: this cannot be exported; "
-                "name the block's mask by padding_keyword, or export without a mask"
-            )
+            raise DepthgateError("rows differ, and the block takes no padding mask: export needs a padding_keyword")
         y = x
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
         # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
-        called_empty = [0] if torch.is_grad_enabled() or self.always_call else []
-        for k in sorted({*counts.tolist()} - {0}) or called_empty:
+        for k in sorted({*counts.tolist()} - {0}) or [0] * (torch.is_grad_enabled() or self.always_call):
             batch = (counts == k).nonzero()[:, 0]
-            part = plan.rows(batch, max(k, 1))
-            part = part._replace(filled=None) if k else part
             mine = self._arguments.rows(named, batch, x)
-            if mine is None:  # every row is computed with every argument, and only these are kept
-                whole = plan.rows(torch.arange(len(x), device=x.device), max(k, 1))
-                rows = self._one_call(x, whole._replace(filled=None) if k else whole, named)[batch]
-            else:
-                rows = self._one_call(x[batch], part, mine)
-            y = y.to(rows.dtype).index_copy(0, batch, rows)
+            whole = mine is None  # every row is computed with every argument, and only these are kept
+            these = torch.arange(len(x), device=x.device) if whole else batch
+            part = plan.rows(these, max(k, 1))
+            rows = self._one_call(x[these], part._replace(filled=None) if k else part, named if mine is None else mine)
+            y = y.to(rows.dtype).index_copy(0, batch, rows[batch] if whole else rows)
         return y
 
     def _one_call(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
         rows = plan.dispatch(x, fill=0)[:, 0]
-        named = self._arguments.gathered(named, plan, x)
+        found = self._arguments.gathered(named, plan, x)
         if plan.causal and rows.shape[1] > 1 and not self._watched and not torch.compiler.is_compiling():
-            return plan.merge(x, self._watched_block(rows, named, plan)[:, None])
-        return plan.merge(x, self._block(rows, named)[:, None])
+            return plan.merge(x, self._watched_block(rows, found, plan, self._arguments.is_causal(named))[:, None])
+        return plan.merge(x, self._block(rows, found)[:, None])
 
     def _block(self, rows: Tensor, named: dict[str, Any]) -> Tensor:
         if torch.compiler.is_compiling():
@@ -209,10 +202,7 @@ class MixtureOfDepths(nn.Module):
             except RuntimeError as error:
                 if any(part is self for part in self.block.modules()):
                     raise InvalidValueError("block holds this layer itself: give it another block") from None
-                error.add_note(
-                    f"The block got {rows.shape[1]} tokens of each row, by MixtureOfDepths: one with tables, masks or "
-                    "windows of its own over all tokens cannot be routed, and tensors given to it must be declared"
-                )
+                error.add_note(f"The block got {rows.shape[1]} tokens of each row: has it tables or windows over all?")
                 raise
         self._after = None
         if isinstance(out, tuple) and out and all(more is None for more in out[1:]):
@@ -221,17 +211,20 @@ class MixtureOfDepths(nn.Module):
             got = f"{out.dtype} of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
             raise InvalidValueError(
                 f"block returned {got} for an input of shape {tuple(rows.shape)}: it must return a floating tensor of "
-                "the same shape, with its own residual, or a tuple of that and of None"
+                "that shape, with its own residual, or a tuple of that and of None"
             )
         return out
 
-    def _watched_block(self, rows: Tensor, named: dict[str, Any], plan: Slots) -> Tensor:
+    def _watched_block(self, rows: Tensor, named: dict[str, Any], plan: Slots, masked: bool) -> Tensor:
         """The block's result in the first causal call, with a warning if the gradient of a row's first token, or what
         is known of torch's layers, shows that the block looks at later ones."""
-        arguments, grad = self._arguments, torch.is_grad_enabled()
-        self._watched = arguments.torch_layer or not (torch.is_inference_mode_enabled() or _is_sharded(self.block))
-        if arguments.torch_layer or not self._watched:
-            out, ahead = self._block(rows, named), arguments.torch_layer and not arguments.is_causal(named)
+        known, grad = self._arguments.torch_layer, torch.is_grad_enabled()
+        sharded = any(type(weight).__name__ == "DTensor" for weight in self.block.parameters())
+        self._watched = known or not (
+            torch.is_inference_mode_enabled() or sharded
+        )  # hooks of FSDP2 expect one backward
+        if known or not self._watched:
+            out, ahead = self._block(rows, named), known and not masked
         else:
             with torch.enable_grad():
                 watched = rows if rows.requires_grad else rows.detach().requires_grad_()
@@ -268,29 +261,21 @@ def _first_sees_later(out: Tensor, rows: Tensor, plan: Slots) -> bool:
     return grad is not None and bool(grad[:, 1:].any())
 
 
-def _is_sharded(block: nn.Module) -> bool:
-    """True for a block of FSDP2, whose hooks expect one backward pass."""
-    return any(type(parameter).__name__ == "DTensor" for parameter in block.parameters())
-
-
 def _check_block(block: Any) -> None:
     """Refuse what would be silently wrong: an Update (its result lacks the residual), and tokens before batch."""
     if not isinstance(block, nn.Module):
         raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
     if isinstance(block, MixtureOfDepths):
         raise InvalidValueError(
-            f"block is a MixtureOfDepths itself, of capacity {block.capacity}: route once, around its own block, with "
-            "the product of both capacities"
+            f"block is a MixtureOfDepths itself, of capacity {block.capacity}: route once, with the product of both"
         )
     if isinstance(block, Block | MoD | SoftMoD | MoE | SoftMoEUpdate | SwiGLU | Attention):
         raise InvalidValueError(
             f"block is a {type(block).__name__}, which returns an update without the residual: use depthgate.layers.MoD"
         )
     for part, name in itertools.product(block.modules(), _OVER_ALL_PLACES):
-        if getattr(part, name, None) is not None:
-            raise InvalidValueError(
-                f"block has relative positions of its own ({name}), over all tokens: not to be routed"
-            )
+        if isinstance(getattr(part, name, None), Tensor | nn.Module):
+            raise InvalidValueError(f"block has {name}, which counts the places between tokens: it cannot be routed")
     torch_layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     if any(isinstance(part, torch_layers) and not part.self_attn.batch_first for part in block.modules()):
         raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
@@ -321,8 +306,9 @@ class MixtureOfExperts(MoE):
         balance_loss: float = 0.01,
         z_loss: float = 0.001,
     ) -> None:
-        """hidden: width of an expert (default 8/3 of dim). shared_experts: always on, together one SwiGLU that is so
-        many times as wide. rule: how `causal=True` decides where experts choose: threshold (default) or predictor.
+        """hidden: width of an expert (default 8/3 of dim).
+        shared_experts: always on, together one SwiGLU that is so many times as wide.
+        rule: how `causal=True` decides where experts choose: threshold (default) or predictor.
         losses: "backward" puts the router's losses into the backward pass; None leaves them to the caller.
         rule_loss, balance_loss, z_loss: their weights, 0 for none; each where the choice has such a loss.
         """

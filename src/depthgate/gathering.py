@@ -39,13 +39,11 @@ class Arguments:
         while found := [each for name in WRAPPERS if (each := getattr(inner, name, None)) is not None]:
             inner = found[0]
         parameters = list(inspect.signature(inner.forward).parameters.values())
-        first = parameters.pop(0) if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL else None
-        self.first = None if first is None else first.name
+        star = inspect.Parameter.VAR_POSITIONAL
+        self.first = None if not parameters or parameters[0].kind is star else parameters.pop(0).name
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
-        self.rest = next(
-            (p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None
-        )  # *args: a tuple of that name
+        self.rest = next((p.name for p in parameters if p.kind is star), None)  # *args, a tuple of that name
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
         accepted = {p.name for p in parameters}
         have = ", ".join(sorted(accepted)) or "none"
@@ -59,19 +57,18 @@ class Arguments:
                     raise InvalidValueError(f"{kind} names {name!r}: the block's arguments after the first are {have}")
                 if name in OURS[2:]:
                     raise InvalidValueError(
-                        f"{kind} names {name!r}, which MixtureOfDepths has itself: rename the block's"
+                        f"{kind} names {name!r}, an argument of MixtureOfDepths: rename the block's"
                     )
                 if name in told:
                     raise InvalidValueError(f"{name!r} is declared as {told[name]} and as {kind}: name it once")
                 told[name] = kind
         self.kinds |= told
         self.told = frozenset(told)
-        if padding_keyword is not None and not (padding_keyword in accepted - {*self.unnamed, self.rest} or takes_any):
-            raise InvalidValueError(
-                f"padding_keyword is {padding_keyword!r}: it must be an argument of the block, which has {have}"
-            )
-        if padding_keyword is not None and told.get(padding_keyword, "per_token") != "per_token":
-            raise InvalidValueError(f"{padding_keyword!r} is padding_keyword and {told[padding_keyword]}: name it once")
+        others = {*self.unnamed, self.rest, *(name for name, kind in told.items() if kind != "per_token")}
+        if padding_keyword is not None and (
+            padding_keyword in others or not (padding_keyword in accepted or takes_any)
+        ):
+            raise InvalidValueError(f"padding_keyword is {padding_keyword!r}: it must be one, per token, of {have}")
         self.padding = padding_keyword or next((name for name in PADDING if name in accepted), None)
         if self.padding is not None:
             self.kinds[self.padding] = "per_token"
@@ -122,8 +119,9 @@ class Arguments:
         return mask
 
     def is_causal(self, named: dict[str, Any]) -> bool:
-        """True if one of torch's masks among the arguments hides all later tokens."""
-        return any(_hides_later(named[name]) for name in CAUSAL.values() if named.get(name) is not None)
+        """True if torch's masks, or hints, among the arguments hide all later tokens."""
+        masks = [named[mask] for mask in CAUSAL.values() if named.get(mask) is not None]
+        return any(named.get(hint) for hint in CAUSAL) or any(map(_hides_later, masks))
 
     def takes_padding(self, named: dict[str, Any]) -> bool:
         """True if the block can be told of empty slots: by its padding mask, or by a mask of pairs of transformers."""
@@ -142,8 +140,9 @@ class Arguments:
             elif self._of_transformers("attention_mask", found.get("attention_mask"), 4):
                 found["attention_mask"] = _pairs_padding(plan.filled[:, 0], found["attention_mask"])
         masks = [name for name in found if name in (self.padding, *KNOWN["per_pair"]) and found[name] is not None]
-        if self.heads is not None and any(found[name].is_floating_point() for name in masks):
-            found |= {name: _additive(found[name], x.dtype) for name in masks}  # torch wants masks of one kind
+        hidden = {name: found[name] for name in masks if not found[name].is_floating_point()}
+        if self.heads is not None and len(hidden) < len(masks):  # torch wants masks of one kind
+            found |= {n: torch.zeros_like(m, dtype=x.dtype).masked_fill(m, -torch.inf) for n, m in hidden.items()}
         return found
 
     def rows(self, named: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any] | None:
@@ -181,12 +180,10 @@ class Arguments:
         if kind in ("shared", "per_row"):
             return value
         for leaf in pytree.tree_leaves(value):
-            if not isinstance(leaf, Tensor | nn.Module) and any(
-                isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()
-            ):
+            inside = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+            if any(isinstance(each, Tensor) for each in inside):
                 raise InvalidValueError(
-                    f"{name} holds a {type(leaf).__name__} with tensors, which are not gathered: hand them on by "
-                    f"themselves, or declare shared=[{name!r}]"
+                    f"{name} has tensors in a {type(leaf).__name__}: unpack it, or shared=[{name!r}]"
                 )
         gather: Callable[[str, Tensor, Slots, Tensor], Tensor]
         if kind in ("per_pair", "per_query"):
@@ -237,13 +234,6 @@ class Arguments:
                 f"per_token=[{name!r}], per_pair=[{name!r}] or shared=[{name!r}] of MixtureOfDepths"
             )
         return value
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added: -inf where a boolean one is True."""
-    if mask.is_floating_point():
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
 
 
 def _hides_later(mask: Tensor) -> bool:

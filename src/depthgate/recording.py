@@ -31,19 +31,16 @@ class RecordedPlans(Sequence[Plan]):
             raise DepthgateError(f"no layer of this {type(self._model).__name__} routes: there is nothing to record")
         for name, router in routers:
             layer = name.rpartition(".")[0]
-
-            def note(module: nn.Module, _: Any, plan: Plan, router: nn.Module = router, layer: str = layer) -> None:
-                if module is router:  # and not a copy of it, which keeps the hook
-                    self._note(layer, plan)
-
-            self._hooks.append(router.register_forward_hook(note))
+            self._hooks.append(router.register_forward_hook(lambda *c, of=router, at=layer: self._note(of, at, *c)))
         return self
 
     def __exit__(self, *_: Any) -> None:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _note(self, layer: str, plan: Plan) -> None:
+    def _note(self, router: nn.Module, layer: str, called: nn.Module, _: Any, plan: Plan) -> None:
+        if called is not router:  # a copy of it, which has its hook
+            return
         if torch.compiler.is_compiling() or not in_backward():  # checkpointing runs a layer again there
             self.names.append(layer)
             self._plans.append(plan)
@@ -67,10 +64,8 @@ class RecordedPlans(Sequence[Plan]):
         return iter(self._recorded())
 
     def __repr__(self) -> str:
-        named = (
-            f"{name}: {plan!r}" if name else repr(plan) for name, plan in zip(self.names, self._plans, strict=True)
-        )
-        return "\n".join(named) or "no plans"
+        named = zip(self.names, self._plans, strict=True)
+        return "\n".join(f"{name}: {plan!r}" if name else repr(plan) for name, plan in named) or "no plans"
 
     def _recorded(self) -> list[Plan]:
         if not self._plans:

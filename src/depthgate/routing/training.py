@@ -94,10 +94,9 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
         raise DepthgateError(
             f"this {type(model).__name__} has no drop-in layer of depthgate: there is nothing to scale"
         )
-    if isinstance(scale, Tensor) and (scale.numel() != 1 or not scale.is_floating_point()):
-        raise InvalidValueError(f"scale is {scale.dtype} of shape {tuple(scale.shape)}: it must be one floating number")
-    if not isinstance(scale, Tensor) or scale.device.type == "cpu":  # others are not waited for
-        number = scale.item() if isinstance(scale, Tensor) else scale
+    one = isinstance(scale, Tensor) and scale.numel() == 1 and scale.is_floating_point()
+    if not isinstance(scale, Tensor) or not one or scale.device.type == "cpu":  # others are not waited for
+        number = scale.item() if isinstance(scale, Tensor) and one else scale
         scale = torch.tensor(check_number(number, "scale", "(0, 1e30)"), device="cpu")
     for layer in layers:
         layer.scale = scale.detach().float().reshape(())
