@@ -72,7 +72,9 @@ def signature(value: Any) -> str:
 def text(value: Any) -> str:
     """The docstring, with a list of the arguments that it describes."""
     said = inspect.getdoc(value) if value is not None and value.__doc__ else None
-    listed = re.sub(r"^ *([a-z]\w*(, \w+)*): ", r"- **\1**: ", (said or "").replace("Args:\n", ""), flags=re.MULTILINE)
+    listed = re.sub(
+        r'^ *([a-z]\w*(="\w+")?(, \w+)*): ', r"- **\1**: ", (said or "").replace("Args:\n", ""), flags=re.MULTILINE
+    )
     return f"{listed}\n" if said else ""
 
 

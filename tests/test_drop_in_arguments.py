@@ -255,6 +255,7 @@ BAD_CALLS = {
     "undeclared in a tuple": ({}, {"pos": (torch.zeros(B, T), 1)}, r"pos has shape \(2, 5\)"),
     "not per token": ({"per_token": ["pos"]}, {"pos": torch.zeros(B, 3)}, r"pos has shape \(2, 3\): per_token needs"),
     "not per pair": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(B, T)}, r"pairs has shape \(2, 5\): per_pair"),
+    "too few axes": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(T)}, r"pairs has shape \(5,\): per_pair"),
     "rows of pairs": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(3, T, T)}, r"pairs has shape \(3, 5, 5\)"),
     "a cache": ({}, {"past_key_values": object()}, "past_key_values is given, but a routed block keeps no cache"),
     "mask shape": ({}, {"mask": torch.ones(B, T + 1, dtype=torch.bool)}, r"mask is \(2, 6\).*\(2, 5\)"),

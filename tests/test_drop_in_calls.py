@@ -94,7 +94,7 @@ def test_a_block_may_have_a_keep_of_its_own():
         (lambda: routed(Own(), padding_keyword=3), "padding_keyword is 3"),
         (
             lambda: routed(Own(), padding_keyword="by", shared=["by"]),
-            "padding_keyword is 'by': it must be one, per token",
+            "padding_keyword is 'by': it must name an argument per token",
         ),
         (lambda: routed(Own())(X, keep=torch.ones(2, 8)), "keep has dtype torch.float32.*must be bool"),
         (lambda: routed(Own())(X, rope=torch.zeros(7, 4)), "rope is given, timm's positions of all patches"),

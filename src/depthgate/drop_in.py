@@ -77,8 +77,7 @@ class MixtureOfDepths(nn.Module):
         always_call: call the block, for one empty slot, where a causal choice takes no token: processes that share its
             weights (FSDP2) would else wait for each other. With gradients that is so in any case.
         losses: "backward" puts the router's losses into the backward pass; None leaves them to the caller.
-        rule_loss, z_loss: their weights, 0 for none. balance_loss is there for the sake of one set of options: a single
-            expert has nothing to balance.
+        rule_loss, z_loss: their weights, 0 for none. balance_loss changes nothing: one expert is always balanced.
         """
         super().__init__()
         self.dim = check_count(dim, "dim")
@@ -131,8 +130,7 @@ class MixtureOfDepths(nn.Module):
 
         Returns y (B, T, D), in a tuple if the block returns one, or (y, plans) with `return_plans=True`.
         """
-        if x is None and self._arguments.first is not None:
-            x = kwargs.pop(self._arguments.first, None)
+        x = kwargs.pop(self._arguments.first, None) if x is None else x
         nested = isinstance(x, Tensor) and x.is_nested  # nn.TransformerEncoder makes such tensors in evaluation
         if nested:
             x, mask = _padded(x, mask, keep)
@@ -284,9 +282,9 @@ def _check_block(block: Any) -> None:
 class MixtureOfExperts(MoE):
     """A feed-forward of which each token uses a part; an update, without the residual: y = x + layer(x).
 
+    In training mode the router's losses join the backward pass, and thresholds move, by themselves.
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
     choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts).
-    In training mode the router's losses join the backward pass, and thresholds move, by themselves.
     """
 
     def __init__(

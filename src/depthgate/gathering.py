@@ -40,7 +40,7 @@ class Arguments:
             inner = found[0]
         parameters = list(inspect.signature(inner.forward).parameters.values())
         star = inspect.Parameter.VAR_POSITIONAL
-        self.first = None if not parameters or parameters[0].kind is star else parameters.pop(0).name
+        self.first = "" if not parameters or parameters[0].kind is star else parameters.pop(0).name
         self.names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         self.rest = next((p.name for p in parameters if p.kind is star), None)  # *args, a tuple of that name
@@ -68,7 +68,9 @@ class Arguments:
         if padding_keyword is not None and (
             padding_keyword in others or not (padding_keyword in accepted or takes_any)
         ):
-            raise InvalidValueError(f"padding_keyword is {padding_keyword!r}: it must be one, per token, of {have}")
+            raise InvalidValueError(
+                f"padding_keyword is {padding_keyword!r}: it must name an argument per token, of {have}"
+            )
         self.padding = padding_keyword or next((name for name in PADDING if name in accepted), None)
         if self.padding is not None:
             self.kinds[self.padding] = "per_token"
@@ -210,7 +212,7 @@ class Arguments:
         flat = self.heads is not None and lead == (B * self.heads,)
         if axes == (-2,) and value.ndim == 2 and len(value) != T:
             return value  # (B, S): belongs to the other sequence alone
-        sides = all(value.shape[axis] in (1, T) for axis in axes)
+        sides = value.ndim >= 2 and all(value.shape[axis] in (1, T) for axis in axes)
         if not sides or not (flat or (len(lead) <= 2 and lead[:1] in ((), (1,), (B,)))):
             told = f"({T}, {T}), ({B}, {T}, {T}), ({B}, 1, {T}, {T}) or ({B}, heads, {T}, {T})"
             raise InvalidValueError(f"{name} has shape {tuple(value.shape)}: per_pair needs {told}")
