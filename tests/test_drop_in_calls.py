@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import warnings
 
 import pytest
@@ -187,9 +188,9 @@ def test_a_tuple_comes_back_as_a_tuple():
 )
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zero(build, shape):
     """One process of several may have no rows left, and the others wait for its gradients."""
-    layer, x = build(), torch.randn(shape, dtype=F64)
-    for mask in (None, torch.ones(shape[:2], dtype=torch.bool)):
-        layer.zero_grad()
+    for dtype, masked in itertools.product((F64, torch.float32), (False, True)):
+        layer, x = build().to(dtype), torch.randn(shape, dtype=dtype)
+        mask = torch.ones(shape[:2], dtype=torch.bool) if masked else None
         y = layer(x, mask=mask)
         assert y.shape == shape
         y.sum().backward()

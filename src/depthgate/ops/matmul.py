@@ -50,7 +50,7 @@ def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, complete: bool = Fal
 
 @torch.library.custom_op("depthgate::grouped_mm", mutates_args=())
 def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if x.dtype is torch.float64:  # no grouped kernel has it; it serves checks, not speed
+    if x.dtype is torch.float64 or not len(x):  # no grouped kernel has either; it serves checks, not speed
         from depthgate.ops import reference
 
         return reference.grouped_matmul(x, weight, ends)
@@ -67,7 +67,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:  # noqa: ARG001
 @torch.library.custom_op("depthgate::grouped_outer", mutates_args=())
 def _grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """x (N, D), y (N, F) -> (E, D, F): x^T y over each expert's rows, the weight gradient of `_grouped_mm`."""
-    if x.dtype is torch.float64:
+    if x.dtype is torch.float64 or not len(x):
         from depthgate.ops import reference
 
         return reference.grouped_outer(x, y, ends)
