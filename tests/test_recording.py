@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import depthgate as dg
+from depthgate.errors import DepthgateWarning
 from tests.conftest import close
 
 D = 8
@@ -239,6 +240,15 @@ def test_a_copy_made_while_recording_is_not_recorded():
         model(x)
     other(x)
     assert plans.names == ["0"]
+
+
+def test_a_pass_of_another_length_is_not_shown_and_that_is_said():
+    model = nn.Sequential(dg.MixtureOfDepths(nn.Linear(D, D), D, 0.5))
+    with dg.record(model) as plans:
+        model(torch.randn(2, 6, D))
+        model(torch.randn(2, 9, D))
+    with pytest.warns(DepthgateWarning, match="layer 0, call 0 had 6 tokens, where others had 9: it is not shown"):
+        plans.plot()
 
 
 def test_plans_of_a_call_record_nothing():

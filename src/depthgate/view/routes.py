@@ -14,7 +14,7 @@ from torch import Tensor
 from depthgate.config import EXPERT_KINDS, ROUTED_KINDS
 from depthgate.data.batches import windows
 from depthgate.data.token_file import Documents
-from depthgate.errors import DepthgateError, InvalidValueError, check_count
+from depthgate.errors import DepthgateError, InvalidValueError, check_count, warn_once
 from depthgate.loading import LanguageModel
 from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
 
@@ -224,8 +224,10 @@ def plan_decisions(
         elif isinstance(plan, Groups) or plan.tokens.shape[1] > 1:
             many = plan.ends.shape[0] if isinstance(plan, Groups) else plan.tokens.shape[1]
             experts.append(ExpertLayer(name, many, plan.scores.shape[-1] - many, _choices(plan, row)))
-        elif plan.scores.shape[1] == length:  # within a routed layer, others see the routed tokens alone
+        elif plan.scores.shape[1] == length:
             routed[name] = plan
+        else:  # such as one within a routed layer, which sees the routed tokens alone
+            warn_once(f"layer {name} had {plan.scores.shape[1]} tokens, where others had {length}: it is not shown")
     top_k = any(not plan.causal for plan in routed.values())
     found = Decisions(len(plans), [RoutedLayer(name) for name in routed], experts=experts, slots=slots)
     found = replace(found, computed="top_k" if top_k else "causal", compared=causal_rule and top_k)
@@ -240,13 +242,8 @@ def plan_decisions(
 
 def _each_once(names: Sequence[str]) -> list[str]:
     """Names in which those of layers that ran several times have the number of the call."""
-    seen: Counter[str] = Counter()
-    many = Counter(names)
-    found = []
-    for name in names:
-        found.append(f"{name}, call {seen[name]}" if many[name] > 1 else name)
-        seen[name] += 1
-    return found
+    names, many = list(names), Counter(names)
+    return [f"{name}, call {names[:i].count(name)}" if many[name] > 1 else name for i, name in enumerate(names)]
 
 
 def check_grid(grid: Any, prefix: Any, tokens: int) -> None:
