@@ -234,6 +234,9 @@ def test_nested_tensors_take_no_mask_of_their_own():
     for name in ("mask", "keep"):
         with pytest.raises(dg.DepthgateError, match=r"x is nested.*no mask and no keep"):
             layer(x, **{name: torch.ones(2, 4, dtype=torch.bool)})
+    for other in (dg.MixtureOfExperts(D, 4), dg.SoftMoE(D, 4)):
+        with pytest.raises(dg.DepthgateError, match="x is a nested tensor"):
+            other(x)
 
 
 def test_a_copy_and_a_pickle_of_a_changed_model_say_the_same(tmp_path):

@@ -263,6 +263,9 @@ def test_what_cannot_be_shown_is_said():
         with pytest.raises(dg.DepthgateError, match="of an empty batch"):
             layer(torch.randn(shape), return_plans=True)[1].plot()
     _, plans = layer(torch.randn(2, 6, D), return_plans=True)
+    for tokens in (range(6), torch.arange(6)):
+        with pytest.raises(dg.DepthgateError, match="tokens are not all texts"):
+            plans.plot(tokens=tokens)
     for show in (plans.plot, lambda prefix: plans.save_page("none.html", prefix=prefix)):
         with pytest.raises(dg.DepthgateError, match="prefix is 2, but there is no grid"):
             show(prefix=2)

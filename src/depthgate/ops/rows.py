@@ -109,8 +109,9 @@ class _AddAt(torch.autograd.Function):
 
 def check_tokens(x: Any, dim: int, dim_name: str = "dim") -> None:
     """Token features of shape (batch, tokens, dim), of a floating dtype."""
-    if not isinstance(x, Tensor):
-        raise InvalidValueError(f"x is a {type(x).__name__}: it must be a tensor of shape (batch, tokens, {dim})")
+    if not isinstance(x, Tensor) or x.is_nested:
+        got = "nested tensor" if isinstance(x, Tensor) else type(x).__name__
+        raise InvalidValueError(f"x is a {got}: it must be a tensor of shape (batch, tokens, {dim})")
     if x.ndim != 3 or x.shape[-1] != dim:
         raise InvalidValueError(
             f"x has shape {tuple(x.shape)}: it must be (batch, tokens, {dim}), since {dim_name} is {dim}"

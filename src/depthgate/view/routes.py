@@ -212,6 +212,8 @@ def plan_decisions(
     length = max(plan.scores.shape[1] for plan in plans)
     if tokens is not None and len(tokens) != length:
         raise DepthgateError(f"there are {len(tokens)} tokens, and plans for {length}: they are of another text")
+    if tokens is not None and not all(isinstance(token, str) for token in tokens):
+        raise InvalidValueError("tokens are not all texts: give a str for each")
     check_grid(grid, prefix, length)
     experts, slots, routed = [], [], {}
     labels: Sequence[int | str] = _each_once(names) if names and all(names) else range(len(plans))
