@@ -1,5 +1,6 @@
 """Shared by all tests: one table of tolerances by dtype, and a fixed start for every test."""
 
+import gc
 import os
 import signal
 
@@ -26,6 +27,17 @@ THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # `make test` runs tw
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what it puts into the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+gc.disable()  # until all tests are collected: what modules make when they are loaded is no garbage
+
+
+def pytest_collection_finish():
+    """Everything that was loaded stays: no collection of garbage looks at its million objects again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 10, 100)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -24,14 +24,15 @@ _library: torch.library.Library | None = None  # declarations last as long as th
 def package(name: str) -> ModuleType:
     """`timm` or `vit_pytorch`; skips the test where that is not installed."""
     global _library
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
     if _library is None:
         _library = torch.library.Library("torchvision", "FRAGMENT")
         for operator, declaration in OPERATORS.items():
             if not hasattr(torch.ops.torchvision, operator):
                 _library.define(declaration)
+    sys.path.append(str(FOLDER))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         pytest.skip(f"{error.name} is not installed: `make setup` puts it into {FOLDER}")
+    finally:
+        sys.path.remove(str(FOLDER))  # processes that a later test starts get a copy of the path
