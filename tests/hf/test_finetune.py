@@ -46,6 +46,7 @@ def home(made, tmp_path, monkeypatch):
 def finetune(home, out="out", *options, model="model", data="text"):
     names = ["--model", str(home / model), "--data", str(home / data), "--out", str(home / out)]
     fixed = ["--batch", "4", "--seq", "48", "--lr", "0.003", "--workers", "0", "--device", "cpu", "--warmup", "2"]
+    fixed += ["--calibrate", "960"]  # twenty sequences
     return main(["finetune", *names, *fixed, *options])
 
 
@@ -59,7 +60,7 @@ def rows(folder):
 
 def test_it_recovers_what_routing_lost_and_leaves_the_model_alone(home, capsys):
     before = {path.name: path.read_bytes() for path in (home / "model").iterdir()}
-    assert finetune(home, "out", "--steps", "48", "--json") == 0
+    assert finetune(home, "out", "--steps", "48", "--calibrate", "16384", "--json") == 0
     printed = json.loads(capsys.readouterr().out)
     assert {path.name: path.read_bytes() for path in (home / "model").iterdir()} == before
     found = rows(home / "out")
