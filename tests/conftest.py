@@ -39,7 +39,10 @@ def _one_product(cases, repeats, warmup, *rest, **named):
 
 
 device.interleaved = _one_product
-gc.disable()  # until all tests are collected: what modules make when they are loaded is no garbage
+
+
+def pytest_sessionstart():
+    gc.disable()  # until all tests are collected: what modules make when they are loaded is no garbage
 
 
 def pytest_collection_finish():

@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch._dynamo  # a mesh needs it: loaded before the processes are forked
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard

@@ -22,7 +22,7 @@ def spawn(processes: int, work: Callable, *args) -> None:
 
 def start(processes: int, work: Callable, *args) -> None:
     """`work(rank, *args)` in every process."""
-    multiprocessing.set_forkserver_preload([work.__module__, "tests.distributed.test_sharded"])
+    multiprocessing.set_forkserver_preload(["tests.distributed.loaded"])
     mp.start_processes(_worker, args=(work, args), nprocs=processes, start_method="forkserver")
 
 

@@ -26,8 +26,10 @@ import torch
 
 import depthgate as dg
 from depthgate.checkpoint import store as checkpoint
+from depthgate.cli import build_parser
 from depthgate.cli import main as depthgate
-from depthgate.train import loop  # noqa: F401  (what a child needs is loaded before it is forked)
+from depthgate.commands import train  # noqa: F401  (what a child needs is loaded before it is forked)
+from depthgate.train import loop  # noqa: F401
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.train.tiny import same, words, write_data
@@ -140,6 +142,7 @@ def main() -> int:
     parser.add_argument("--longest", type=float, default=1.2, help="seconds until a kill; starting takes a third of it")
     options = parser.parse_args()
     torch.set_num_threads(1)  # a forked child has none of its parent's threads
+    build_parser()
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"XDG_CACHE_HOME": folder, "HOME": folder, "OMP_NUM_THREADS": "1"}
         with open(Path(folder) / "log", "w") as log:

@@ -81,8 +81,12 @@ def _child(scene: dict, log: str) -> int:
 if __name__ == "__main__":
     import torch
 
-    import depthgate.train.evaluate  # noqa: F401  (loaded before the copies are made)
+    import depthgate.commands.train
+    import depthgate.train.evaluate
+    import depthgate.view  # noqa: F401  (loaded before the copies are made)
+    from depthgate.cli import build_parser
 
+    build_parser()
     torch.set_num_threads(1)
     for line in sys.stdin:
         print(json.dumps(_play(json.loads(line))), flush=True)
