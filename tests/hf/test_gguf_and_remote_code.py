@@ -1,9 +1,6 @@
 """GGUF files as a source, and folders that open where depthgate is not imported."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -17,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import depthgate as dg
 from depthgate.cli import main
 from tests.conftest import close
+from tests.hf import elsewhere
 from tests.hf.zoo import dense, routed, tokens
 
 PARTS = {
@@ -183,10 +181,6 @@ for folder in sys.argv[1:]:
 """
 
 
-def environment(tmp_path, **more):
-    return {**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", **more}
-
-
 def test_a_saved_folder_opens_where_depthgate_is_not_imported(tmp_path):
     models = {kind: routed(kind) for kind in ("llama", "gemma3_text", "gpt2")}
     ids = tokens(2, 8)
@@ -194,7 +188,8 @@ def test_a_saved_folder_opens_where_depthgate_is_not_imported(tmp_path):
         model.save_pretrained(tmp_path / kind)
         torch.save(ids, tmp_path / kind / "ids.pt")
     folders = [str(tmp_path / kind) for kind in models]
-    subprocess.run([sys.executable, "-c", OPENS, *folders], check=True, timeout=120, env=environment(tmp_path))
+    done = elsewhere.run(OPENS, *folders)
+    assert done.returncode == 0, done.stderr
     for kind, model in models.items():
         logits, new = torch.load(tmp_path / kind / "found.pt")
         with torch.no_grad():
@@ -207,18 +202,12 @@ def test_a_saved_folder_opens_where_depthgate_is_not_imported(tmp_path):
 
 
 def test_without_depthgate_the_error_says_what_to_install(tmp_path):
-    """`-S` and a path without us: as where depthgate is not installed."""
+    """A path without us: as where depthgate is not installed."""
     routed("llama").save_pretrained(tmp_path / "model")
     code = "import sys; sys.path[:] = [p for p in sys.path if not __import__('os').path.isdir(p + '/depthgate')]\n"
     code += "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
     code += "from transformers import AutoModelForCausalLM as A; A.from_pretrained(sys.argv[1], trust_remote_code=True)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "model")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment(tmp_path, PYTHONPATH=""),
-    )
+    done = elsewhere.run(code, str(tmp_path / "model"))
     assert done.returncode != 0
     assert "pip install depthgate" in done.stderr
 

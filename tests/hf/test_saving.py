@@ -1,7 +1,6 @@
 """What is saved comes back, in a process that knows nothing but `import depthgate.hf`; and a config is strict."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import depthgate as dg
 from depthgate.hf.layer import routed_layers
 from tests.conftest import close
+from tests.hf import elsewhere
 from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens, with_random_routers
 
 RULES = ("scores", "predictor", "threshold")
@@ -55,7 +55,8 @@ def test_a_fresh_process_loads_every_family_and_rule(tmp_path):
         model.save_pretrained(tmp_path / name)
         torch.save(tokens(2, 10), tmp_path / name / "ids.pt")
     folders = [str(tmp_path / name) for name in models]
-    subprocess.run([sys.executable, "-c", LOADS, *folders], check=True, timeout=120, stdin=subprocess.DEVNULL)
+    done = elsewhere.run(LOADS, *folders)
+    assert done.returncode == 0, done.stderr
     for name, model in models.items():
         logits, state, dtype = torch.load(tmp_path / name / "found.pt")
         assert dtype == model.dtype

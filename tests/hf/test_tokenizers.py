@@ -1,10 +1,7 @@
 """The tokenizer and the other files next to the weights: a converted model reads text as its source does."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -17,6 +14,7 @@ from transformers import AutoTokenizer
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.hf.adapter import tokenizer_of
+from tests.hf import elsewhere
 from tests.hf.words import save_model, write_text
 from tests.hf.zoo import dense
 
@@ -119,13 +117,8 @@ def test_it_has_it_too_where_depthgate_is_not_imported(tmp_path, capsys):
     dense("olmo2").save_pretrained(tmp_path / "dense")
     save_digits(tmp_path / "dense", "GPT2Tokenizer")
     out = convert(tmp_path / "dense")
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(out), TEXT],
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=120,
-        env={**os.environ, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-    )
+    done = elsewhere.run(ELSEWHERE, str(out), TEXT)
+    assert done.returncode == 0, done.stderr
     first = AutoTokenizer.from_pretrained(tmp_path / "dense")
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert found == [["TokenizersBackend", first(TEXT)["input_ids"]]] * 2
