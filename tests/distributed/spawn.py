@@ -1,10 +1,12 @@
 """Run a function in several processes. They are forked from one server that has imported everything once."""
 
+import functools
 import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing.forkserver import _forkserver
 from pathlib import Path
 
 import torch
@@ -22,8 +24,15 @@ def spawn(processes: int, work: Callable, *args) -> None:
 
 def start(processes: int, work: Callable, *args) -> None:
     """`work(rank, *args)` in every process."""
-    multiprocessing.set_forkserver_preload(["tests.distributed.loaded"])
+    _own_server()
     mp.start_processes(_worker, args=(work, args), nprocs=processes, start_method="forkserver")
+
+
+@functools.cache
+def _own_server() -> None:
+    """One that has loaded what these tests need, whatever the server of earlier tests has loaded."""
+    _forkserver._stop()
+    multiprocessing.set_forkserver_preload(["tests.distributed.loaded"])
 
 
 def _worker(rank: int, work: Callable, args: tuple) -> None:
