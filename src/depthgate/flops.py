@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 
+SLACK = 1e-8  # of a token: 0.29 * 100 is 28.999999999999996 in floating point, and means 29
+
 
 def budget(capacity: float, tokens: int) -> int:
     """Number of the `tokens` valid tokens that are routed, k. At least one, unless there are none."""
-    return min(tokens, max(1, math.floor(capacity * tokens)))
+    return min(tokens, max(1, math.floor(capacity * tokens + SLACK)))
 
 
 def swiglu_hidden(dim: int) -> int:

@@ -26,7 +26,7 @@ def test_top_k_equals_the_naive_choice(scores, capacity):
     k = budget(capacity, len(scores))
     chosen = top_k(torch.tensor(scores, dtype=torch.float32), k).tolist()
     assert chosen == reference.top_tokens(scores, [True] * len(scores), None, capacity)
-    assert len(chosen) == max(1, math.floor(capacity * len(scores)))
+    assert len(chosen) == k
 
 
 @st.composite
@@ -68,6 +68,16 @@ def test_compact_lists_the_chosen_then_distinct_others(chosen, extra):
 )
 def test_budget_by_hand(capacity, tokens, k):
     assert budget(capacity, tokens) == k
+
+
+def test_a_budget_in_hundredths_is_exact():
+    """As whole numbers say: in floating point 0.29 * 100 is a little less than 29."""
+    sizes = torch.arange(300)
+    for hundredths in range(1, 101):
+        wanted = [min(n, max(1, hundredths * n // 100)) for n in range(300)]
+        assert [budget(hundredths / 100, n) for n in range(300)] == wanted
+        assert select.budgets(hundredths / 100, sizes).tolist() == wanted
+    assert [budget(share, n) for share, n in ((1 / 3, 3_000_000), (0.7, 10_000_000))] == [1_000_000, 7_000_000]
 
 
 def test_order_of_oddities_by_hand():

@@ -5,6 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from depthgate.flops import budget
+
 
 def top_tokens(scores: list[float], valid: list[bool], doc: list[int] | None, capacity: float) -> list[int]:
     """Chosen positions of one row, ascending: of each document's n valid tokens the max(1, floor(capacity*n)) best."""
@@ -14,7 +16,7 @@ def top_tokens(scores: list[float], valid: list[bool], doc: list[int] | None, ca
             documents.setdefault(0 if doc is None else doc[t], []).append(t)
     chosen: list[int] = []
     for tokens in documents.values():
-        k = max(1, math.floor(capacity * len(tokens)))
+        k = budget(capacity, len(tokens))
         ranked = sorted(tokens, key=lambda t: (math.isnan(scores[t]), -scores[t] if scores[t] == scores[t] else 0.0, t))
         chosen += ranked[:k]
     return sorted(chosen)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateWarning
+from depthgate.flops import SLACK
 
 _LOWEST = -(2**31)  # int32: padding
 _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
@@ -17,7 +18,7 @@ _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
 
 def budgets(capacity: float, tokens: Tensor) -> Tensor:
     """`budget` of a tensor of counts; float64, so that it rounds as Python does."""
-    return (tokens.double() * capacity).floor().long().clamp(min=1).minimum(tokens)
+    return (tokens.double() * capacity + SLACK).floor().long().clamp(min=1).minimum(tokens)
 
 
 def ranking_keys(scores: Tensor, valid: Tensor | None = None) -> Tensor:
