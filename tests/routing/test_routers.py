@@ -157,6 +157,20 @@ def test_kept_tokens_come_first():
     assert plan.chosen[..., 0].gather(1, others[..., 0]).all()
 
 
+def test_the_causal_choice_of_any_plan_is_that_of_a_causal_pass():
+    """With kept tokens and padding; and of some rows of the plan alone."""
+    router = TopTokens(8, 0.25)
+    x, keep = torch.randn(4, 16, 8), torch.zeros(4, 16, dtype=torch.bool)
+    keep[:, 9:12] = True
+    pos = torch.arange(16).expand(4, 16).clone()
+    pos[1, 10:] = -1
+    plan, causal = router(x, pos, keep=keep), router(x, pos, causal=True, keep=keep)
+    assert torch.equal(plan.causal_choice, causal.chosen)
+    assert torch.equal(causal.causal_choice, causal.chosen)
+    some = torch.tensor([1, 3])
+    assert torch.equal(plan.rows(some, 4).causal_choice, causal.chosen[some])
+
+
 @given(SIZES, st.integers(1, 5), st.integers(0, 3), st.data())
 def test_top_experts_sorts_every_choice_once(size, experts, null, data):
     B, T = size

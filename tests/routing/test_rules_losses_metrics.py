@@ -185,6 +185,21 @@ def test_threshold_after_one_update_is_the_kth_best_of_the_batch():
     assert router(x, causal=True).chosen.sum() == 12
 
 
+def test_kept_tokens_take_their_places_before_the_threshold():
+    """Of 8 tokens 4 are routed, 2 of them kept: the threshold lets the best 2 of the others through, as the top k does,
+    and the best one where kept tokens take every place."""
+    scores = torch.tensor([-3.0, -4.0, 1.0, 5.0, 2.0, 4.0, 3.0, 0.0])
+    for kept, threshold in (([0, 1], 4.0), ([0, 3], 3.0), ([0, 1, 2], 5.0), ([0, 1, 2, 7], 5.0)):
+        router = TopTokens(1, 0.5, rule="threshold")
+        nn.init.ones_(router.proj.weight)
+        keep = torch.zeros(1, 8, dtype=torch.bool)
+        keep[:, kept] = True
+        router.update(router(scores[None, :, None], keep=keep))
+        assert router.rule.threshold.item() == pytest.approx(threshold)
+        plan = router(scores[None, :, None], keep=keep)
+        assert len(kept) == 4 or agreement(plan) == predictor_accuracy(plan) == 1
+
+
 def test_threshold_is_a_moving_average_without_bias():
     rule = Threshold(decay=0.9)
     values = [1.0, 2.0, 4.0]

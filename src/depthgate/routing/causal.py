@@ -91,8 +91,16 @@ class Threshold(nn.Module):
         return scores.detach() - self.threshold.to(scores.dtype)
 
     @torch.no_grad()
-    def update(self, scores: Tensor, valid: Tensor | None, capacity: float, unless: Tensor | None = None) -> None:
-        """Move towards the k-th best of all valid scores (B, T, E) of the batch, k = `budget(capacity, valid)`.
+    def update(
+        self,
+        scores: Tensor,
+        valid: Tensor | None,
+        capacity: float,
+        unless: Tensor | None = None,
+        keep: Tensor | None = None,
+    ) -> None:
+        """Move towards the k-th best of all valid scores (B, T, E) of the batch, k = `budget(capacity, valid)`; the
+        tokens of `keep` (B, T) take their places of the k, whatever their scores, and the rest goes to the others.
         A batch without a valid, finite k-th score moves nothing, nor does one with `unless` true. No host sync."""
         if scores.numel() == 0:
             return
@@ -103,6 +111,9 @@ class Threshold(nn.Module):
             flat = torch.where(valid.flatten()[:, None], flat, -torch.inf)
             count = valid.sum()
         k = budgets(capacity, count)
+        if keep is not None:
+            kept = keep if valid is None else keep & valid
+            flat, k = torch.where(kept.flatten()[:, None], -torch.inf, flat), k - kept.sum()
         last = (k - 1).clamp(min=0).expand(1, flat.shape[1])
         kth = flat.sort(dim=0, descending=True).values.gather(0, last)[0]  # (E,); an index would be a host sync
         usable = kth.isfinite().all() & (count > 0)

@@ -31,6 +31,7 @@ class Slots(NamedTuple):
     valid: Tensor | None = None  # (B, T) bool; None: no padding
     causal: bool = False  # chosen by the causal rule instead of the top k
     slot: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none: the inverse of `tokens`, where known
+    keep: Tensor | None = None  # (B, T) bool: tokens that every choice takes first; None: there are none
 
     def __repr__(self) -> str:
         how = "causal choice" if self.causal else "top k"
@@ -86,7 +87,8 @@ class Slots(NamedTuple):
         tokens, gates = self.tokens[batch, :, :slots], self.gates[batch, :, :slots]
         filled = None if self.filled is None else self.filled[batch, :, :slots]
         valid = None if self.valid is None else self.valid[batch]
-        return Slots(tokens, gates, self.scores[batch], self.decision[batch], filled, valid, self.causal)
+        keep = None if self.keep is None else self.keep[batch]
+        return Slots(tokens, gates, self.scores[batch], self.decision[batch], filled, valid, self.causal, keep=keep)
 
     @property
     def chosen(self) -> Tensor:
@@ -98,8 +100,8 @@ class Slots(NamedTuple):
 
     @property
     def causal_choice(self) -> Tensor:
-        """(B, T, E) bool: the tokens the causal rule would route."""
-        wanted = self.decision >= 0
+        """(B, T, E) bool: the tokens a causal pass would route, by the rule or because they are kept."""
+        wanted = self.decision >= 0 if self.keep is None else (self.decision >= 0) | self.keep[..., None]
         return wanted if self.valid is None else wanted & self.valid[..., None]
 
 

@@ -176,7 +176,7 @@ class TopTokens(nn.Module):
         gates = checked(self.gate(picked), picked.shape, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
-        return Slots(chosen, gates, logits, decision, filled, valid, causal, None if slot is None else slot.mT)
+        return Slots(chosen, gates, logits, decision, filled, valid, causal, None if slot is None else slot.mT, keep)
 
     def _ranked(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1) if self.across_experts else logits
@@ -208,7 +208,7 @@ class TopTokens(nn.Module):
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one.
         unless: a bool on the device; where it is true, nothing moves."""
         if isinstance(self.rule, Threshold):
-            self.rule.update(self._ranked(plan.scores.detach()), plan.valid, self.capacity, unless)
+            self.rule.update(self._ranked(plan.scores.detach()), plan.valid, self.capacity, unless, plan.keep)
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
