@@ -212,24 +212,27 @@ def test_a_plan_is_one_line():
     )
 
 
-def test_a_compiled_model_is_recorded_from_its_first_call_on():
+def test_a_compiled_model_is_recorded_at_any_time():
     model, x = nn.Sequential(nn.Linear(D, D), dg.MixtureOfDepths(nn.Linear(D, D), D, 0.5)), torch.randn(2, 6, D)
     with dg.record(model) as expected:
         model(x)
         model(2 * x)
+    y = model(x)
     model.compile(backend="aot_eager", fullgraph=True)
-    with dg.record(model) as plans:
-        model(x)
-        model(2 * x)
-    model(3 * x)
-    assert plans.names == ["1", "1"]
-    for plan, other in zip(plans, expected, strict=True):
-        assert torch.equal(plan.chosen, other.chosen)
-        close(plan.gates, other.gates)
-    with dg.record(model) as plans:
-        model(x)
-    with pytest.raises(dg.DepthgateError, match="a compiled model records nothing unless"):
-        plans[0]
+    for _ in range(2):  # before it is called for the first time, and after
+        with dg.record(model) as plans:
+            model(x)
+            model(2 * x)
+        close(model(x), y)
+        assert plans.names == ["1", "1"]
+        for plan, other in zip(plans, expected, strict=True):
+            assert torch.equal(plan.chosen, other.chosen)
+            close(plan.gates, other.gates)
+    compiled = torch.compile(model[1], backend="aot_eager", fullgraph=True)
+    compiled(x)
+    with dg.record(nn.Sequential(compiled)) as plans:
+        compiled(x)
+    assert plans.names == ["0._orig_mod"]
 
 
 def test_a_copy_made_while_recording_is_not_recorded():

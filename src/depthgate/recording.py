@@ -1,6 +1,7 @@
 """Plans of every routed layer of any model, while it runs: `record`."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, overload
 
@@ -21,7 +22,7 @@ class RecordedPlans(Sequence[Plan]):
         self.names = [""] * len(plans)
         self._plans = list(plans)
         self._model = model
-        self._hooks: list[Any] = []
+        self._open = ExitStack()
 
     def __enter__(self) -> "RecordedPlans":
         if self._model is None:
@@ -29,19 +30,20 @@ class RecordedPlans(Sequence[Plan]):
         routers = [(n, m) for n, m in self._model.named_modules() if isinstance(m, TopTokens | TopExperts | SoftSlots)]
         if not routers:
             raise DepthgateError(f"no layer of this {type(self._model).__name__} routes: there is nothing to record")
+        self._open.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code would not know of the hooks
         for name, router in routers:
             layer = name.rpartition(".")[0]
-            self._hooks.append(router.register_forward_hook(lambda *c, of=router, at=layer: self._note(of, at, *c)))
+            hook = router.register_forward_hook(lambda *call, of=router, at=layer: self._note(of, at, *call))
+            self._open.callback(hook.remove)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        self._open.close()
 
     def _note(self, router: nn.Module, layer: str, called: nn.Module, _: Any, plan: Plan) -> None:
         if called is not router:  # a copy of it, which has its hook
             return
-        if torch.compiler.is_compiling() or not in_backward():  # checkpointing runs a layer again there
+        if not in_backward():  # checkpointing runs a layer again there
             self.names.append(layer)
             self._plans.append(plan)
 
@@ -69,10 +71,7 @@ class RecordedPlans(Sequence[Plan]):
 
     def _recorded(self) -> list[Plan]:
         if not self._plans:
-            raise DepthgateError(
-                "no plan was recorded: call the model inside `with dg.record(model) as plans:`; a compiled model "
-                "records nothing unless it is recorded before its first call"
-            )
+            raise DepthgateError("no plan was recorded: call the model inside `with dg.record(model) as plans:`")
         return self._plans
 
     def plot(self, **options: Any) -> Any:
@@ -92,6 +91,7 @@ def record(model: nn.Module) -> RecordedPlans:
         plans[0], plans["blocks.1"], plans.names; plans.plot(); plans.save_page("page.html")
 
     Names are those of the model's modules. A pass that activation checkpointing runs again is recorded once.
+    Compiled code runs uncompiled within the context.
     """
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"model is a {type(model).__name__}: record needs an nn.Module")
