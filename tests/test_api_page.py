@@ -1,5 +1,7 @@
 """docs/api.md: every public name, as its docstring says."""
 
+import inspect
+import re
 import runpy
 from pathlib import Path
 
@@ -19,3 +21,10 @@ def test_every_public_name_says_what_it_is():
     for name in dg.__all__:
         if name != "__version__":
             assert (getattr(dg, name).__doc__ or "").strip(), f"{name} has no docstring"
+
+
+def test_every_argument_of_a_layer_is_described():
+    for layer in (dg.MixtureOfDepths, dg.MixtureOfExperts, dg.SoftMoE):
+        text = f"{layer.__doc__} {layer.__init__.__doc__}"
+        names = set(inspect.signature(layer).parameters) - {"dim"}
+        assert not [name for name in names if not re.search(rf"\b{name}\b", text)], layer.__name__
