@@ -304,9 +304,7 @@ class MixtureOfExperts(MoE):
         balance_loss: float = 0.01,
         z_loss: float = 0.001,
     ) -> None:
-        """num_experts: SwiGLU networks, of which each token uses `top_k`, or about as many where experts choose.
-        null_experts: among those that tokens choose; they compute nothing, so that a token may use fewer.
-        hidden: width of an expert (default 8/3 of dim).
+        """hidden: width of an expert (default 8/3 of dim).
         shared_experts: always on, together one SwiGLU that is so many times as wide.
         rule: how `causal=True` decides where experts choose: threshold (default) or predictor.
         losses: "backward" puts the router's losses into the backward pass; None leaves them to the caller.
@@ -329,8 +327,7 @@ class MixtureOfExperts(MoE):
 class SoftMoE(SoftMoEUpdate):
     """A fully differentiable feed-forward by slots; an update, without the residual: y = x + layer(x).
 
-    Each slot holds a weighted mean of all tokens of a row, and each token gets a weighted mean of what the experts make
-    of the slots: not for causal models. The router needs no loss.
+    Each slot holds a weighted mean of all tokens of a row: not for causal models. The router needs no loss.
     """
 
     def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1, *, hidden: int | None = None) -> None:

@@ -41,9 +41,8 @@ class RecordedPlans(Sequence[Plan]):
         self._open.close()
 
     def _note(self, router: nn.Module, layer: str, called: nn.Module, _: Any, plan: Plan) -> None:
-        if called is not router:  # a copy of it, which has its hook
-            return
-        if not in_backward():  # checkpointing runs a layer again there
+        # Not a copy of it, which has its hook; nor in the backward pass, where checkpointing runs a layer again.
+        if called is router and not in_backward():
             self.names.append(layer)
             self._plans.append(plan)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import depthgate as dg
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.routing import Groups, Slots
 from depthgate.view.figures import plans_figure
 from depthgate.view.routes import Decisions, ExpertLayer, RoutedLayer, expert_choices, plan_decisions, read
@@ -151,7 +151,7 @@ def test_pictures_show_what_the_pass_computed_and_the_rule_where_asked(tmp_path)
         page, data = (tmp_path / "page.html").read_text(), page_data(tmp_path / "page.html")
         assert data["causal"] == data["top_k"] == ["".join(map(str, chosen.tolist()))]
         assert "<title>my layer</title>" in page
-        assert ">routed causally<" not in page
+        assert ">routed by the causal rule<" not in page
         assert f"<td>{chosen.sum().item() / 16:.1%}</td>" in page
     _, plans = layer(x, return_plans=True)
     rule = plans[0].causal_choice[1, :, 0].int()
@@ -160,7 +160,91 @@ def test_pictures_show_what_the_pass_computed_and_the_rule_where_asked(tmp_path)
     assert cells.tolist() == [(2 * rule + plans[0].chosen[1, :, 0].int()).tolist()]
     plans.save_page(tmp_path / "page.html", row=1, causal_rule=True)
     assert page_data(tmp_path / "page.html")["causal"] == ["".join(map(str, rule.tolist()))]
-    assert ">routed causally<" in (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text()
+    right = (rule == plans[0].chosen[1, :, 0]).double().mean().item()
+    assert f"<td>{rule.double().mean().item():.1%}</td><td>25.0%</td><td>{right:.1%}</td>" in page
+    assert ">rule right<" in page
+    assert "two whole passes" not in page  # there was one
+
+
+class Residual(torch.nn.Module):
+    def __init__(self, branch):
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+class Mixed(torch.nn.Module):
+    """One layer decides causally, the other by the top k."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (dg.MixtureOfDepths(torch.nn.Linear(8, 8), 8, 0.25) for _ in range(2))
+
+    def forward(self, x):
+        return self.b(self.a(x, causal=True))
+
+
+def test_each_layer_is_shown_as_it_chose(tmp_path):
+    model = Mixed().eval()
+    with dg.record(model) as plans:
+        model(torch.randn(1, 16, 8))
+    a, b = (plan.chosen[0, :, 0].int() for plan in plans)
+    rule = plans["b"].causal_choice[0, :, 0].int()
+    assert 0 < a.sum() != 4
+    for compared in (False, True):
+        figure = plans.plot(causal_rule=compared).subfigs[0]
+        cells, bars = figure.axes
+        wanted = [(4 * a).tolist(), (2 * rule + b).tolist()] if compared else [(3 * a).tolist(), (3 * b).tolist()]
+        assert cells.images[0].get_array().tolist() == wanted
+        assert [bar.get_width() for bar in bars.patches] == pytest.approx([a.sum().item() / 16, 4 / 16])
+        named = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert ("computed causally" in named) is compared
+        plans.save_page(tmp_path / "page.html", causal_rule=compared)
+        page, data = (tmp_path / "page.html").read_text(), page_data(tmp_path / "page.html")
+        assert data["computed"] == (["", "top_k"] if compared else ["", ""])
+        assert data["top_k"] == ["".join(map(str, each.tolist())) for each in (a, b)]
+        assert data["causal"] == ["".join(map(str, each.tolist())) for each in (a, rule if compared else b)]
+        assert "chosen by the causal rule in layer a, and by the top k in the others" in page
+        assert (f"<td>{a.sum().item() / 16:.1%}</td><td>-</td><td>-</td>" in page) is compared
+
+
+def test_slots_within_a_routed_layer_are_those_of_its_tokens(tmp_path):
+    model = torch.nn.Sequential(dg.MixtureOfDepths(Residual(dg.SoftMoE(8, 2)), 8, 0.5, keep=1)).eval()
+    for net, name in ((model, "0.block.branch"), (model[0], "block.branch")):
+        with dg.record(net) as plans:
+            net(torch.randn(2, 17, 8))
+        outer, inner = plans
+        wanted = torch.zeros(2, 17)
+        wanted[:, outer.tokens[1, 0]] = inner.into[1].flatten(1).mT
+        assert inner.into.shape[1] == 8
+        figure = plans.plot(grid=(4, 4), prefix=1, row=1).subfigs[1]
+        for axes, weights in zip(figure.axes, wanted, strict=False):
+            assert torch.allclose(torch.tensor(axes.images[0].get_array().tolist()), weights[1:].reshape(4, 4))
+        image = plans.plot(row=1).subfigs[1].axes[0].images[0].get_array()
+        assert torch.allclose(torch.tensor(image.tolist()), wanted)
+        plans.save_page(tmp_path / "page.html", grid=(4, 4), prefix=1, row=1)
+        data = page_data(tmp_path / "page.html", f"slots-{name if net is model else 1}")
+        assert data["even"] == 1 / 8
+        for shown, weights in zip(data["weights"], wanted[:, 1:].tolist(), strict=True):
+            assert shown == pytest.approx(weights, rel=5e-3)
+
+
+def test_slots_of_rows_that_differ_are_left_out_and_that_is_said():
+    """A block without padding gets rows of each length in calls of their own."""
+    layer = dg.MixtureOfDepths(Residual(dg.SoftMoE(8, 2)), 8, 0.5).eval()
+    with dg.record(layer) as plans:
+        layer(torch.randn(3, 8, 8), mask=torch.arange(8) < torch.tensor([[8], [4], [8]]))
+    assert [plan.scores.shape[:2] for plan in plans] == [(3, 8), (1, 2), (2, 4)]
+    with (
+        pytest.warns(DepthgateWarning, match="layer 1 had 1 x 2 tokens, where others had 3 x 8: it is not shown"),
+        pytest.warns(DepthgateWarning, match="layer 2 had 2 x 4 tokens, where others had 3 x 8: it is not shown"),
+    ):
+        assert plan_decisions(plans, names=plans.names, row=2).slots == []
+    with pytest.warns(DepthgateWarning, match="layer 1 had 2 x 4 tokens, where others had 3 x 8: it is not shown"):
+        assert plan_decisions([plans[0], plans[2]], row=1).slots == []
 
 
 def test_patches_after_a_prefix(tmp_path):

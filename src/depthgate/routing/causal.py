@@ -19,6 +19,8 @@ from depthgate.errors import check_choice, check_count, check_number
 from depthgate.flops import predictor_hidden
 from depthgate.ops.select import budgets
 
+Mask = Tensor | None  # bool
+
 
 class Rule(Protocol):
     """x (B, T, D) and scores (B, T, E), both fp32 -> decision logits (B, T, E)."""
@@ -91,14 +93,7 @@ class Threshold(nn.Module):
         return scores.detach() - self.threshold.to(scores.dtype)
 
     @torch.no_grad()
-    def update(
-        self,
-        scores: Tensor,
-        valid: Tensor | None,
-        capacity: float,
-        unless: Tensor | None = None,
-        keep: Tensor | None = None,
-    ) -> None:
+    def update(self, scores: Tensor, valid: Mask, capacity: float, unless: Mask = None, keep: Mask = None) -> None:
         """Move towards the k-th best of all valid scores (B, T, E) of the batch, k = `budget(capacity, valid)`; the
         tokens of `keep` (B, T) take their places of the k, whatever their scores, and the rest goes to the others.
         A batch without a valid, finite k-th score moves nothing, nor does one with `unless` true. No host sync."""

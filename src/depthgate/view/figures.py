@@ -12,8 +12,9 @@ from depthgate.view.page import pieces
 from depthgate.view.routes import Decisions, ExpertLayer, Grid, SlotLayer
 from depthgate.view.runs import Run, charts
 
-# name -> colour, as on pages; a cell is 1 by the top k, plus 2 by the causal rule
+# name -> colour, as on pages; a cell is 1 by the top k, plus 2 by the causal rule; 4 where only that is known
 _CELLS = {"skipped": "#eef1f4", "top k alone": "#187a4b", "causal alone": "#b4480f", "both": "#1f5fbf"}
+_CELLS |= {"computed causally": "#9a2f86"}
 _ORANGE, _BLUE = _CELLS["causal alone"], _CELLS["both"]
 _NAMED = 48  # tokens that have room for their names
 
@@ -64,7 +65,11 @@ def plans_figure(found: Decisions, grid: Grid | None, prefix: int = 0) -> Any:
 
 def _cells(found: Decisions) -> list[list[int]]:
     """For each layer and token, a number of _CELLS."""
-    return [[2 * a + b for a, b in zip(each.causal, each.top_k, strict=True)] for each in found.layers]
+    plain = 4 if found.compared else 3
+    return [
+        [2 * a + b if each.compared else plain * a for a, b in zip(each.causal, each.top_k, strict=True)]
+        for each in found.layers
+    ]
 
 
 def _draw_key(found: Decisions, part: Any) -> None:
@@ -74,7 +79,7 @@ def _draw_key(found: Decisions, part: Any) -> None:
     keys = [(n, name, colour) for n, (name, colour) in enumerate(_CELLS.items()) if n in used]
     names = {} if found.compared else {"both": "computed"}
     handles = [Patch(color=colour, label=names.get(name, name)) for _, name, colour in keys]
-    part.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+    part.legend(handles=handles, loc="outside upper center", ncols=len(_CELLS), frameon=False)
 
 
 def _draw_map(found: Decisions, part: Any) -> None:
@@ -82,14 +87,14 @@ def _draw_map(found: Decisions, part: Any) -> None:
 
     axes, side = part.subplots(1, 2, sharey=True, width_ratios=(5, 1))
     colours = ListedColormap([*_CELLS.values()])
-    axes.imshow(_cells(found), cmap=colours, vmin=0, vmax=3, aspect="auto", interpolation="nearest")
+    axes.imshow(_cells(found), cmap=colours, vmin=0, vmax=len(_CELLS) - 1, aspect="auto", interpolation="nearest")
     axes.set(xlabel="token", ylabel="layer")
     axes.set_yticks(range(len(found.layers)), found.names, parse_math=False)
     if len(found.tokens) <= _NAMED:
         names = [piece.heading for piece in pieces(found.tokens)]
         axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7, parse_math=False)
     _draw_key(found, part)
-    side.barh(range(len(found.layers)), [found.routed_share(layer) for layer in found.layers], color=_BLUE)
+    side.barh(range(len(found.layers)), [layer.routed_share for layer in found.layers], color=_BLUE)
     side.set(xlabel="share computed", xlim=(0, 1))
     side.grid(alpha=0.3, axis="x")
 
@@ -102,10 +107,10 @@ def _draw_patches(found: Decisions, grid: Grid, prefix: int, part: Any) -> None:
     for place, (layer, cells) in enumerate(zip(found.layers, _cells(found), strict=True), 1):
         axes = part.add_subplot(-(-len(found.layers) // across), across, place)
         image = [cells[i : i + grid[1]] for i in range(prefix, len(cells), grid[1])]
-        axes.imshow(image, cmap=colours, vmin=0, vmax=3, interpolation="nearest")
+        axes.imshow(image, cmap=colours, vmin=0, vmax=len(_CELLS) - 1, interpolation="nearest")
         axes.set(xticks=[], yticks=[])
-        before = f", prefix {sum(found.routed(layer)[:prefix])} of {prefix}" if prefix else ""
-        axes.set_title(f"layer {layer.name}: {found.routed_share(layer):.0%}{before}", fontsize=8, parse_math=False)
+        before = f", prefix {sum(layer.routed[:prefix])} of {prefix}" if prefix else ""
+        axes.set_title(f"layer {layer.name}: {layer.routed_share:.0%}{before}", fontsize=8, parse_math=False)
     _draw_key(found, part)
 
 

@@ -3,6 +3,7 @@
   const data = JSON.parse(document.getElementById("routes").textContent);
   const canvas = document.getElementById("map"), said = document.getElementById("said");
   const T = data.tokens.length, L = data.layers.length;
+  const mixed = data.computed.some(Boolean);  // whether any layer is compared with its other choice
   const LEFT = 44, TOP = 22, ROW = 22;
   let from = 0, to = T, at = { t: 0, l: 0 }, pinned = false, base = null, waiting = false, drag = null;
 
@@ -24,7 +25,7 @@
     const g = base.getContext("2d"), across = (wide - LEFT) / (to - from);
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
     const [text, quiet, band, both, mine, best] =
-      ["--text", "--quiet", "--band", "--c0", "--c1", "--c2"].map(colour);
+      ["--text", "--quiet", "--band", "--c0", "--c1", "--c2"].map(colour), alone = colour("--c3");
     g.font = "12px system-ui, sans-serif";
     g.textBaseline = "middle";
     for (let l = 0; l < L; l++) {
@@ -37,7 +38,7 @@
       for (let t = from; t < to; t++) {
         const a = on(data.causal, l, t), b = on(data.top_k, l, t);
         if (!a && !b) continue;
-        g.fillStyle = a && b ? both : a ? mine : best;
+        g.fillStyle = a && b ? (mixed && !data.computed[l] ? alone : both) : a ? mine : best;
         const x = LEFT + (t - from) * across, w = Math.max(0.6, across - (across > 4 ? 1 : 0));
         if (a) g.fillRect(x, y + 1, w, ROW - 2);
         else g.fillRect(x, y + ROW - 7, w, 5);  // the top k alone: a low bar
@@ -72,7 +73,7 @@
 
   function tell() {
     const { t, l } = at, a = on(data.causal, l, t), b = on(data.top_k, l, t);
-    const [mine, best] = data.computed === "top_k" ? ["skipped, but routed by the causal rule", "routed, but not by the causal rule"]
+    const [mine, best] = data.computed[l] === "top_k" ? ["skipped, but routed by the causal rule", "routed, but not by the causal rule"]
       : ["routed causally, not by the top k", "skipped causally, but in the top k"];
     const how = a && b ? "routed" : a ? mine : b ? best : "skipped";
     const gate = a || data.gates[l][t] !== 0 ? ", gate " + number(data.gates[l][t]) : "", name = document.createElement("bdi");

@@ -4,7 +4,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -32,6 +32,8 @@ class RoutedLayer:
     causal: list[bool] = field(default_factory=list)  # routed by the causal rule
     top_k: list[bool] = field(default_factory=list)  # routed by the top k, in a pass where all layers take the top k
     rule: list[bool] = field(default_factory=list)  # the causal rule in that same pass: what it is trained to get right
+    computed: str = "causal"  # the list that tells what the pass computed: causal or top_k
+    compared: bool = True  # True if the other list tells what the other choice would be, and not the same
 
     def add(self, plan: Slots, row: int, kept: Sequence[bool], causal: Tensor, top_k: Tensor, rule: Tensor) -> None:
         """Take in more tokens, of a row of the batch."""
@@ -44,6 +46,16 @@ class RoutedLayer:
         self.causal.extend(values(causal))
         self.top_k.extend(values(top_k))
         self.rule.extend(values(rule))
+
+    @property
+    def routed(self) -> list[bool]:
+        """For each token, whether the pass computed it."""
+        return self.top_k if self.computed == "top_k" else self.causal
+
+    @property
+    def routed_share(self) -> float:
+        """Share of the tokens that the pass computed."""
+        return sum(self.routed) / max(1, len(self.routed))
 
     @property
     def shares(self) -> dict[str, float]:
@@ -94,6 +106,7 @@ class SlotLayer:
     name: int | str
     slots: int  # of each expert
     into: list[list[float]]  # (E * C, T) how much of each token a slot holds: each row sums to one
+    even: float  # the weight of each token that the layer got, if all were alike
     bars: dict[str, float]  # each expert's part in the tokens' results, the mean over tokens
 
 
@@ -108,8 +121,6 @@ class Decisions:
     losses: list[float] = field(default_factory=list)  # nats, given the tokens before; not a number where none is
     experts: list[ExpertLayer] = field(default_factory=list)
     slots: list[SlotLayer] = field(default_factory=list)
-    computed: str = "causal"  # the list of a RoutedLayer that tells what the pass computed: causal or top_k
-    compared: bool = True  # True if the other list tells what the other choice would be, and not the same
 
     def add(self, tokens: Sequence[str], losses: Sequence[float], causal: Plans, top_k: Plans, row: int) -> None:
         """Take in more tokens: the plans of a causal pass and of one by the top k over them, in a row of the batch.
@@ -121,18 +132,15 @@ class Decisions:
         for layer, plan, other in zip(self.layers, mine, best, strict=True):
             layer.add(plan, row, kept, plan.chosen, other.chosen, other.causal_choice)
 
-    def routed(self, layer: RoutedLayer) -> list[bool]:
-        """For each token, whether the pass computed it in a layer."""
-        return layer.top_k if self.computed == "top_k" else layer.causal
-
-    def routed_share(self, layer: RoutedLayer) -> float:
-        """Share of the tokens that the pass computed in a layer."""
-        return sum(self.routed(layer)) / max(1, len(self.tokens))
+    @property
+    def compared(self) -> bool:
+        """True if any layer tells what its other choice would be."""
+        return any(layer.compared for layer in self.layers)
 
     @property
     def through(self) -> list[list[int | str]]:
         """For each token, the names of the routed layers that computed it."""
-        return [[layer.name for layer in self.layers if self.routed(layer)[t]] for t in range(len(self.tokens))]
+        return [[layer.name for layer in self.layers if layer.routed[t]] for t in range(len(self.tokens))]
 
     @property
     def names(self) -> list[int | str]:
@@ -208,8 +216,9 @@ def plan_decisions(
         raise DepthgateError("there are no plans: no layer of the model routes")
     if not all(plan.scores.shape[0] * plan.scores.shape[1] for plan in plans):
         raise DepthgateError("the plans are of an empty batch: there is nothing to show")
-    check_count(row, "row", minimum=0, maximum=min(plan.scores.shape[0] for plan in plans) - 1)
     length = max(plan.scores.shape[1] for plan in plans)
+    rows = min(plan.scores.shape[0] for plan in plans if plan.scores.shape[1] == length)
+    check_count(row, "row", minimum=0, maximum=rows - 1)
     if tokens is not None and len(tokens) != length:
         raise DepthgateError(f"there are {len(tokens)} tokens, and plans for {length}: they are of another text")
     if tokens is not None and not all(isinstance(token, str) for token in tokens):
@@ -217,29 +226,53 @@ def plan_decisions(
     check_grid(grid, prefix, length)
     experts, slots, routed = [], [], {}
     labels: Sequence[int | str] = _each_once(names) if names and all(names) else range(len(plans))
-    for name, plan in zip(labels, plans, strict=True):
-        if isinstance(plan, Soft):
-            back = plan.back[row].sum(-1)  # (T, E)
-            load = (back if plan.valid is None else back[plan.valid[row]]).mean(0).tolist()
-            bars = {str(expert): share for expert, share in enumerate(load)}
-            slots.append(SlotLayer(name, plan.into.shape[-1], plan.into[row].flatten(1).mT.tolist(), bars))
-        elif isinstance(plan, Groups) or plan.tokens.shape[1] > 1:
+    for number, (name, plan) in enumerate(zip(labels, plans, strict=True)):
+        outer = _outer(plans[:number], names[: number + 1]) if names else None
+        whole = row < len(plan.scores) and (outer is None or len(plan.scores) == len(outer.scores))
+        if whole and isinstance(plan, Soft) and (held := _slot_layer(name, plan, outer, row, length)):
+            slots.append(held)
+        elif whole and (isinstance(plan, Groups) or (isinstance(plan, Slots) and plan.tokens.shape[1] > 1)):
             many = plan.ends.shape[0] if isinstance(plan, Groups) else plan.tokens.shape[1]
             experts.append(ExpertLayer(name, many, plan.scores.shape[-1] - many, _choices(plan, row)))
-        elif plan.scores.shape[1] == length:
+        elif whole and isinstance(plan, Slots) and plan.scores.shape[1] == length:
             routed[name] = plan
-        else:  # such as one within a routed layer, which sees the routed tokens alone
-            warn_once(f"layer {name} had {plan.scores.shape[1]} tokens, where others had {length}: it is not shown")
-    top_k = any(not plan.causal for plan in routed.values())
-    found = Decisions(len(plans), [RoutedLayer(name) for name in routed], experts=experts, slots=slots)
-    found = replace(found, computed="top_k" if top_k else "causal", compared=causal_rule and top_k)
+        else:  # such as one within a routed layer, which sees the routed tokens alone, or not all rows in one call
+            had = f"{len(plan.scores)} x {plan.scores.shape[1]} tokens"
+            warn_once(f"layer {name} had {had}, where others had {rows} x {length}: it is not shown")
+    layers = [
+        RoutedLayer(name, computed="causal" if plan.causal else "top_k", compared=causal_rule and not plan.causal)
+        for name, plan in routed.items()
+    ]
+    found = Decisions(len(plans), layers, experts=experts, slots=slots)
     valid = next((plan.valid for plan in plans if plan.scores.shape[1] == length), None)
     kept = _kept(None if grid else valid, row, length)  # patches have places, padding or not
     found.tokens.extend(compress(tokens or map(str, range(length)), kept))
     found.losses.extend([math.nan] * len(found.tokens))
     for layer, plan in zip(found.layers, routed.values(), strict=True):
-        layer.add(plan, row, kept, plan.causal_choice if found.compared else plan.chosen, plan.chosen, plan.chosen)
+        rule = plan.causal_choice if layer.compared else plan.chosen
+        layer.add(plan, row, kept, rule, plan.chosen, rule)
     return found
+
+
+def _outer(before: Sequence[Plan], names: Sequence[str]) -> Slots | None:
+    """The plan of the routed layer that the last of these names lies within; None if it lies in none."""
+    *others, mine = names
+    within = [mine != name and mine.startswith(f"{name}." if name else "") for name in others]
+    held = [plan for plan in compress(before, within) if isinstance(plan, Slots) and plan.tokens.shape[1] == 1]
+    return held[-1] if held else None
+
+
+def _slot_layer(name: int | str, plan: Soft, outer: Slots | None, row: int, length: int) -> SlotLayer | None:
+    """The slots over all tokens of a row, of which the layer got those of `outer`; None if it is not known which."""
+    many, got = plan.scores.shape[1], torch.arange(length)
+    if many != length:
+        if outer is None or outer.scores.shape[1] != length or outer.chosen[row].sum() != many:
+            return None
+        got = outer.tokens[row, 0, :many].cpu()
+    back = plan.back[row] if plan.valid is None else plan.back[row][plan.valid[row]]
+    bars = {str(expert): share for expert, share in enumerate(back.sum(-1).mean(0).tolist())}
+    into = torch.zeros(length, plan.into[0, 0].numel()).index_copy(0, got, plan.into[row].flatten(1).float().cpu())
+    return SlotLayer(name, plan.into.shape[-1], into.mT.tolist(), 1 / max(1, len(back)), bars)
 
 
 def _each_once(names: Sequence[str]) -> list[str]:

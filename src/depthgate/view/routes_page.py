@@ -9,7 +9,7 @@ import torch
 
 import depthgate.view.page as pages
 from depthgate.view.page import Html, count, isolated, pieces, visible
-from depthgate.view.routes import Decisions, ExpertLayer, Grid, SlotLayer
+from depthgate.view.routes import SHARES, Decisions, ExpertLayer, Grid, SlotLayer
 
 _FORMS = 4  # tokens named for each expert
 _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
@@ -22,24 +22,28 @@ def text_page(title: str, about: object, found: Decisions) -> Html:
         deep = {"Which tokens go deep": _deep(found)}
     else:
         deep = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
-    return pages.page(title, text | _routing(found, None, 0) | deep | _experts(found, found.tokens, None, 0))
+    return pages.page(title, text | _routing(found, None, 0, passes=2) | deep | _experts(found, found.tokens, None, 0))
 
 
 def plans_page(title: str, found: Decisions, grid: Grid | None, prefix: int, tokens: Sequence[str] | None) -> Html:
     """A page of plans alone: a section for each kind that there is."""
-    how = "the top k" if found.computed == "top_k" else "the causal rule"
-    about = (
-        f"One row of a batch: what the layers computed, as chosen by {how}." if found.layers else "One row of a batch."
-    )
-    sections = {"": pages.paragraph(about)} | _routing(found, grid, prefix) | _experts(found, tokens, grid, prefix)
-    return pages.page(title, sections)
+    what = f": what the layers computed, as chosen by {_chosen_by(found)}" if found.layers else ""
+    sections = {"": pages.paragraph(f"One row of a batch{what}.")} | _routing(found, grid, prefix, passes=1)
+    return pages.page(title, sections | _experts(found, tokens, grid, prefix))
 
 
-def _routing(found: Decisions, grid: Grid | None, prefix: int) -> dict[str, Html]:
+def _chosen_by(found: Decisions) -> str:
+    causal = [isolated(str(layer.name)) for layer in found.layers if layer.computed == "causal"]
+    if len(causal) in (0, len(found.layers)):
+        return "the causal rule" if causal else "the top k"
+    return f"the causal rule in layer{'s' * (len(causal) > 1)} {', '.join(causal)}, and by the top k in the others"
+
+
+def _routing(found: Decisions, grid: Grid | None, prefix: int, passes: int) -> dict[str, Html]:
     if not found.layers:
         return {}
     patches = {} if grid is None else {"Patches": _patches(found, grid, prefix)}
-    return patches | {"The map": _map(found), "Layers": _layers(found), "Router scores": _histograms(found)}
+    return patches | {"The map": _map(found), "Layers": _layers(found, passes), "Router scores": _histograms(found)}
 
 
 def _experts(found: Decisions, tokens: Sequence[str] | None, grid: Grid | None, prefix: int) -> dict[str, Html]:
@@ -49,11 +53,8 @@ def _experts(found: Decisions, tokens: Sequence[str] | None, grid: Grid | None, 
 
 def _patches(found: Decisions, grid: Grid, prefix: int) -> Html:
     """For each layer, a small image of the gates of the patches that it computed."""
-    gates = [
-        [gate if on else 0.0 for gate, on in zip(layer.gates, found.routed(layer), strict=True)][prefix:]
-        for layer in found.layers
-    ]
-    names = [f"layer {layer.name}, {found.routed_share(layer):.0%}" for layer in found.layers]
+    gates = [layer.gates[prefix:] for layer in found.layers]
+    names = [f"layer {layer.name}, {layer.routed_share:.0%}" for layer in found.layers]
     heading = "The patches that each layer computed, by their gates"
     return pages.join([_small_maps("patches", heading, gates, grid, names, even=None), pages.script("small_maps.js")])
 
@@ -67,13 +68,15 @@ def _map(found: Decisions) -> Html:
         "layers": found.names,
         "scores": scores,
         "gates": gates,
-        "computed": found.computed if found.compared else "",
+        "computed": [layer.computed if layer.compared else "" for layer in layers],
         "causal": ["".join(str(int(on)) for on in layer.causal) for layer in layers],
         "top_k": ["".join(str(int(on)) for on in layer.top_k) for layer in layers],
     }
     size = {"layers": count(len(layers), "layer"), "tokens": count(len(shown), "token")}
     parts = {"data": pages.data("routes", data), "script": pages.script("map.js")}
     key = pages.fill("map_compared" if found.compared else "map_computed")
+    if found.compared and not all(layer.compared for layer in layers):
+        key = pages.join([key, "Violet: computed in a layer that chose by the causal rule; its top k is not known."])
     drawn = pages.fill("map", key=key, cells=len(layers) * len(shown), **size, **parts)
     odd = sum(row.count(None) for row in scores + gates)
     said = "of the scores and gates is not a number" if odd == 1 else "of the scores and gates are not numbers"
@@ -91,18 +94,21 @@ def _mean(values: Sequence[float]) -> str:
     return f"{fmean(known):.3f}" if known else "-"
 
 
-def _layers(found: Decisions) -> Html:
-    heads = ["routed causally", "routed by the top k", "decided alike", "rule right"] if found.compared else ["routed"]
+def _layers(found: Decisions, passes: int) -> Html:
+    """A table of shares. A single pass tells what the rule would choose, but not what a causal pass would compute."""
+    names = ("routed by the causal rule", "routed by the top k", "decided alike", "rule right")
+    heads = {share: name for share, name in zip(SHARES, names, strict=True) if passes == 2 or share != "decided_alike"}
+    heads = heads if found.compared else {"routed_share": "routed"}
     lines = []
     for layer in found.layers:
-        shares = layer.shares.values() if found.compared else [found.routed_share(layer)]
-        gates = [gate for gate, on in zip(layer.gates, found.routed(layer), strict=True) if on]
-        lines.append([layer.name, *[f"{share:.1%}" for share in shares], _mean(layer.scores), _mean(gates)])
-    routed = {str(layer.name): found.routed_share(layer) for layer in found.layers}
-    how = "The top k." if found.computed == "top_k" else "The causal choice."
+        known = heads if layer.compared else {"routed_share"}
+        shares = [f"{layer.shares[name]:.1%}" if name in known else "-" for name in heads]
+        gates = [gate for gate, on in zip(layer.gates, layer.routed, strict=True) if on]
+        lines.append([layer.name, *shares, _mean(layer.scores), _mean(gates)])
+    routed, how = {str(layer.name): layer.routed_share for layer in found.layers}, f"Chosen by {_chosen_by(found)}."
     bars = pages.bar_chart("Routed share of each layer", how, routed, "share of tokens", x="layer")
-    about = pages.fill("about_layers") if found.compared else Html("")
-    return pages.join([pages.table(("layer", *heads, "mean score", "mean gate"), lines, about), bars])
+    about = pages.join([pages.fill(share) for share in SHARES[2:] if share in heads])
+    return pages.join([pages.table(("layer", *heads.values(), "mean score", "mean gate"), lines, about), bars])
 
 
 def _histograms(found: Decisions) -> Html:
@@ -200,9 +206,7 @@ def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None, prefix: int) ->
 def _slot_map(layer: SlotLayer, grid: Grid | None, prefix: int) -> Html:
     names = [f"expert {slot // layer.slots}, slot {slot % layer.slots}" for slot in range(len(layer.into))]
     into = layer.into if grid is None else [row[prefix:] for row in layer.into]
-    return _small_maps(
-        f"slots-{layer.name}", f"Layer {layer.name}, what its slots hold", into, grid, names, 1 / len(into[0])
-    )
+    return _small_maps(f"slots-{layer.name}", f"Layer {layer.name}, what its slots hold", into, grid, names, layer.even)
 
 
 def _small_maps(
