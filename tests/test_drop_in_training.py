@@ -145,7 +145,20 @@ def test_weights_of_zero_turn_each_loss_off(name):
     for options in (dict.fromkeys(WEIGHTS, 0), {"losses": None}):
         model = build(name, **options)
         main_loss(model(x)).backward()
-        same(gradients(model), alone(name, x))
+        grads, expected = gradients(model), alone(name, x)
+        same({n: g for n, g in grads.items() if n in expected or g.any()}, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"rule_loss": 0}, {"rule_loss": 0, "z_loss": 0}])
+@pytest.mark.parametrize("name", ["depths, predictor", "expert choice"])
+def test_a_predictor_without_a_loss_gets_a_gradient_of_zero(name, options):
+    """DDP waits for a gradient of every parameter."""
+    for causal in (True,) if not options else (False, True):
+        model, hand = build(name, **options), build(name, losses=None)
+        main_loss(model(batch(), causal=causal)).backward()
+        grads = {n: g for n, g in gradients(model).items() if ".rule." in n}
+        assert grads.keys() == {n for n, _ in hand.named_parameters() if ".rule." in n}
+        assert not any(g.any() for g in grads.values())
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -289,6 +302,8 @@ def test_bad_options_of_losses_and_scales_are_named():
             dg.MixtureOfDepths(linear, D, **options)
     with pytest.raises(dg.DepthgateError, match="balance_loss is nan"):
         dg.MixtureOfExperts(D, 4, balance_loss=float("nan"))
+    with pytest.raises(dg.DepthgateError, match="model is a int"):
+        dg.set_loss_scale(3, 1)
     with pytest.raises(dg.DepthgateError, match="this Linear has no drop-in layer"):
         dg.set_loss_scale(linear, 0.5)
     for scale in (0, -1, float("nan"), "half", None):

@@ -29,15 +29,24 @@ def _(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.bool, device=like.device)
 
 
-def router_loss(plan: Plan, rule: float, balance: float, z: float) -> Tensor | None:
-    """The weighted sum of the losses that a plan of this kind has; None if it has none, or all weights are 0.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def warn_when_traced(text: str) -> None:
+    """Warn, once in a process for each text; in compiled code when it is traced."""
+    warn_once(text)
 
-    rule: `causal_bce`, of a top-k plan whose causal rule learns from a loss. balance: `load_balance`, of token choice.
-    z: `z_loss`, of Slots and Groups.
+
+def router_loss(plan: Plan, rule: float, balance: float, z: float) -> Tensor | None:
+    """The weighted sum of the losses that a plan of this kind has; None if it has none.
+
+    rule: `causal_bce`, of a top-k plan whose causal rule learns from a loss; of others whose rule could, 0, since DDP
+    waits for every gradient. balance: `load_balance`, of token choice. z: `z_loss`, of Slots and Groups.
     """
     parts = []
-    if rule and isinstance(plan, Slots) and not plan.causal and plan.decision.requires_grad:
-        parts.append(rule * causal_bce(plan))
+    if isinstance(plan, Slots) and plan.decision.requires_grad:
+        if rule and not plan.causal:
+            parts.append(rule * causal_bce(plan))
+        elif plan.decision is not plan.scores:
+            parts.append(0 * plan.decision.sum())
     if balance and isinstance(plan, Groups):
         parts.append(balance * load_balance(plan))
     if z and isinstance(plan, Slots | Groups):
@@ -54,7 +63,7 @@ class RouterTraining(nn.Module):
             raise InvalidValueError(f"losses is {losses!r}: it must be 'backward', or None to add them by hand")
         given = {"rule": rule_loss, "balance": balance_loss, "z": z_loss}
         weights = {name: check_number(weight, f"{name}_loss", "[0, 1e9)") for name, weight in given.items()}
-        self.weights = weights if losses else dict.fromkeys(weights, 0.0)
+        self.weights = weights if losses else {}
         self.scale: Tensor | None = None  # of the main loss, where `set_loss_scale` has told it
 
     def forward(self, y: Tensor, plan: Plan, router: nn.Module) -> Tensor:
@@ -66,18 +75,17 @@ class RouterTraining(nn.Module):
                 router.update(plan, unless=_in_backward(y))
             elif not in_backward():
                 router.update(plan)
-        loss = router_loss(plan, **self.weights) if torch.is_grad_enabled() else None
+        loss = router_loss(plan, **self.weights) if self.weights and torch.is_grad_enabled() else None
         if loss is None or not loss.requires_grad:
             return y
+        device = y.device.type
         if self.scale is not None:
             loss = loss * self.scale
-        elif not torch.compiler.is_compiling():
-            device = y.device.type
-            if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-                warn_once(
-                    "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient "
-                    "scaler: call dg.set_loss_scale(model, scaler.get_scale()) before each step"
-                )
+        elif torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            warn_when_traced(
+                "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient "
+                "scaler: call dg.set_loss_scale(model, scaler.get_scale()) before each step"
+            )
         return with_loss(y, loss)
 
 
@@ -89,6 +97,8 @@ def set_loss_scale(model: nn.Module, scale: float | Tensor) -> None:
 
     Their routers' losses are then multiplied alike. Call it before the forward pass.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(f"model is a {type(model).__name__}: it must be an nn.Module")
     layers = [module for module in model.modules() if isinstance(module, RouterTraining)]
     if not layers and not any(isinstance(module, SoftSlots) for module in model.modules()):  # which have no loss
         raise DepthgateError(
