@@ -239,6 +239,24 @@ def test_nested_tensors_take_no_mask_of_their_own():
             other(x)
 
 
+def test_padded_patches_of_naflexvit_are_never_routed():
+    """Their mask is attn_mask (B, 1, T, T): what lies in padding changes nothing."""
+    sizes = {"embed_dim": D, "depth": 2, "num_heads": 2, "num_classes": 3, "init_values": None}
+    model = package("timm").create_model("naflexvit_base_patch16_gap", **sizes).double().eval()
+    model.blocks[0] = dg.MixtureOfDepths(model.blocks[0], D, 0.5).double()
+    places = torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij"), -1).reshape(1, 9, 2)
+    real = torch.arange(9)[None] < 4
+    patches = torch.randn(1, 9, 3 * 16 * 16, dtype=torch.float64)
+    said = []
+    for fill in (0.0, 5.0):
+        filled = patches.masked_fill(~real[..., None], fill)
+        with dg.record(model) as plans:
+            said.append(model({"patches": filled, "patch_coord": places, "patch_valid": real}))
+        assert torch.equal(plans[0].valid[:, -9:], real)
+        assert not plans[0].chosen[:, -5:].any()
+    close(*said)
+
+
 def test_a_copy_and_a_pickle_of_a_changed_model_say_the_same(tmp_path):
     model, x = changed("encoder")
     close(copy.deepcopy(model)(x), model(x))

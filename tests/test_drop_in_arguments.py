@@ -253,6 +253,8 @@ BAD_CALLS = {
     "undeclared (1, T)": ({}, {"pos": torch.zeros(1, T)}, r"pos has shape \(1, 5\)"),
     "undeclared pairs": ({}, {"pairs": torch.zeros(B, 1, T, T)}, r"pairs has shape.*per_pair=\['pairs'\]"),
     "undeclared in a tuple": ({}, {"pos": (torch.zeros(B, T), 1)}, r"pos has shape \(2, 5\)"),
+    "undeclared (B, H, T)": ({}, {"pos": torch.zeros(B, 3, T)}, r"pos has shape \(2, 3, 5\).*per_row=\['pos'\]"),
+    "undeclared (B, H, T, d)": ({}, {"pos": torch.zeros(B, 3, T, 4)}, r"pos has shape \(2, 3, 5, 4\)"),
     "not per token": ({"per_token": ["pos"]}, {"pos": torch.zeros(B, 3)}, r"pos has shape \(2, 3\): per_token needs"),
     "not per pair": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(B, T)}, r"pairs has shape \(2, 5\): per_pair"),
     "too few axes": ({"per_pair": ["pairs"]}, {"pairs": torch.zeros(T)}, r"pairs has shape \(5,\): per_pair"),
@@ -455,10 +457,59 @@ def test_a_causal_block_or_a_choice_of_the_top_k_never_warns(grad):
                 layer(x, **call)
 
 
+def test_looking_ahead_is_seen_once_a_branch_that_starts_at_zero_has_grown():
+    class Starts(Attends):
+        def forward(self, x):
+            return x + self.grown * (super().forward(x) - x)
+
+    layer = all_chosen(dg.MixtureOfDepths(Starts(), D, 0.5))
+    layer.block.grown = 0.0
+    x = torch.randn(2, 6, D, dtype=F64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DepthgateWarning)
+        layer(x, causal=True)
+    layer.block.grown = 1.0
+    with pytest.warns(DepthgateWarning, match="looks at later tokens"):
+        layer(x, causal=True)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_losses_of_experts_in_a_causal_block_do_not_count_as_looking_ahead(training):
+    class Experts(CausalAttends):
+        def __init__(self):
+            super().__init__()
+            self.experts = dg.MixtureOfExperts(D, 4, hidden=8)
+
+        def forward(self, x):
+            x = super().forward(x)
+            return x + self.experts(x)
+
+    layer = all_chosen(dg.MixtureOfDepths(Experts(), D, 0.5)).train(training)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DepthgateWarning)
+        layer(torch.randn(2, 6, D, dtype=F64), causal=True)
+
+
+@pytest.mark.parametrize(("reentrant", "grad"), [(False, True), (False, False), (True, True)])
+def test_a_checkpoint_around_the_layer_changes_nothing_while_it_is_looked_at(reentrant, grad):
+    x = torch.randn(2, 6, D, dtype=F64, requires_grad=grad)
+    layer = all_chosen(dg.MixtureOfDepths(CausalAttends(), D, 0.5))
+    plain = all_chosen(dg.MixtureOfDepths(CausalAttends(), D, 0.5))
+    for _ in range(4):
+        y = torch.utils.checkpoint.checkpoint(lambda x: layer(x, causal=True), x, use_reentrant=reentrant)
+        grads = []
+        for result in (y, plain(x, causal=True)):
+            layer.zero_grad()
+            plain.zero_grad()
+            result.square().sum().backward()
+            grads.append((layer if result is y else plain).block.scale.grad)
+        close(*grads)
+
+
 def test_looking_ahead_is_seen_without_another_call_and_without_a_change():
     x = torch.randn(2, 6, D, dtype=F64, requires_grad=True)
     layers = [all_chosen(dg.MixtureOfDepths(Attends(), D, 0.5, losses=None)) for _ in range(2)]
-    layers[1]._watched = True  # as after its first call
+    layers[1]._looks = 2  # the third call is not looked at
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DepthgateWarning)
         results = [layer(x, causal=True) for layer in layers]
@@ -484,6 +535,131 @@ def test_the_mask_of_a_memory_loses_the_queries_that_skip():
             return plain(x[b : b + 1, tokens], memory[b : b + 1], memory_mask=mine)
 
         close(y, by_loops(x, plan, call))
+
+
+def test_the_hint_of_a_causal_memory_mask_changes_nothing():
+    plain = nn.TransformerDecoderLayer(D, H, 32, batch_first=True, dropout=0.0, dtype=F64)
+    layer = dg.MixtureOfDepths(plain, D, 0.5).double()
+    x, memory = torch.randn(2, 8, D, dtype=F64), torch.randn(2, 8, D, dtype=F64)
+    order = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    y, (plan,) = layer(x, memory, memory_mask=order, memory_is_causal=True, return_plans=True)
+    close(y, by_loops(x, plan, lambda b, t: plain(x[b : b + 1, t], memory[b : b + 1], memory_mask=order[t])))
+
+
+def test_a_bad_mask_of_a_memory_is_named():
+    layer = dg.MixtureOfDepths(nn.TransformerDecoderLayer(D, H, 32, batch_first=True), D, 0.5)
+    for shape in ((3, 4, 7), (B, 7)):
+        with pytest.raises(dg.DepthgateError, match=r"memory_mask has shape .*: it needs \(5, S\), \(2, 5, S\)"):
+            layer(X, memory=torch.randn(B, 7, D), memory_mask=torch.zeros(shape))
+
+
+class Sees(nn.Module):
+    """Attention of one head without weights, whose masks are those of scaled_dot_product_attention."""
+
+    def forward(self, x, attention_mask=None, attn_mask=None):
+        mask = attn_mask if attention_mask is None else attention_mask
+        mask = mask if mask is None or mask.ndim == 2 else mask[:, 0] if mask.ndim == 4 else mask
+        return x + nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+@pytest.mark.parametrize("queries", [1, 8])
+@pytest.mark.parametrize("name", ["attn_mask", "attention_mask"])
+def test_masks_of_four_axes_tell_of_padding(name, queries, kind, causal):
+    """As naflexvit of timm has them: rows with padding are what they are without."""
+    real = torch.arange(8) < torch.tensor([[8], [5], [2]])
+    seen = real[:, None, None].expand(3, 1, queries, 8)
+    mask = seen if kind == "boolean" else torch.zeros(seen.shape, dtype=F64).masked_fill(~seen, -torch.inf)
+    layer = dg.MixtureOfDepths(Sees(), D, 0.5).double()
+    x = torch.randn(3, 8, D, dtype=F64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DepthgateWarning)
+        y, (plan,) = layer(x, **{name: mask}, causal=causal, return_plans=True)
+        assert torch.equal(plan.valid, real)
+        for b, n in enumerate((8, 5, 2)):
+            close(y[b, :n], layer(x[b : b + 1, :n], causal=causal)[0])
+
+
+def test_hidden_keys_of_multihead_attention_are_padding():
+    hidden = torch.arange(6) >= torch.tensor([[6], [3]])
+    layer = dg.MixtureOfDepths(Multihead(padding=False), D, 0.5).double()
+    x = torch.randn(2, 6, D, dtype=F64)
+    y, (plan,) = layer(x, attn_mask=hidden[:, None, None].expand(2, 1, 6, 6), return_plans=True)
+    assert torch.equal(plan.valid, ~hidden)
+    close(y, by_loops(x, plan, lambda b, t: layer.block(x[b : b + 1, t])))
+
+
+# One name, several forms.
+class Masked(nn.Module):
+    def forward(self, x, attention_mask=None):
+        self.got = attention_mask
+        return x
+
+
+def test_an_attention_mask_of_two_axes_is_of_tokens_or_of_pairs():
+    layer = dg.MixtureOfDepths(Masked(), D, 0.5)
+    order = torch.ones(T, T, dtype=torch.bool).tril()
+    for mask in (order, order.long(), order.float()):
+        _, (plan,) = layer(X, attention_mask=mask, return_plans=True)
+        rows = [mask[t[0]][:, t[0]] for t in plan.tokens]
+        assert torch.equal(layer.block.got, torch.stack(rows)[:, None])
+        assert plan.valid is None
+    real = torch.tensor([[True] * T, [True] * 2 + [False] * 3])
+    for mask in (real, real.long()):
+        assert torch.equal(layer(X, attention_mask=mask, return_plans=True)[1][0].valid, real)
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(T, (T, T)), (1, (1, T)), (2, (2, T))])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
+def test_an_attention_mask_that_may_mean_two_things_is_refused_until_it_is_declared(rows, shape, dtype):
+    x, mask = torch.randn(rows, T, D), torch.ones(shape, dtype=dtype)
+    mask[:, -1] = 0
+    if rows == T or dtype == torch.float32:
+        with pytest.raises(dg.DepthgateError, match=r"per_token=.*padding_keyword=.*per_pair="):
+            dg.MixtureOfDepths(Masked(), D, 0.5)(x, attention_mask=mask)
+    layer = dg.MixtureOfDepths(Masked(), D, 0.5, per_token=["attention_mask"])
+    assert torch.equal(layer(x, attention_mask=mask, return_plans=True)[1][0].valid, mask != 0)
+    if rows == T:
+        layer = dg.MixtureOfDepths(Masked(), D, 0.5, per_pair=["attention_mask"])
+        assert layer(x, attention_mask=mask, return_plans=True)[1][0].valid is None
+        assert layer.block.got.shape == (T, 1, 2, 2)
+
+
+def test_rows_of_one_length_that_are_as_many_as_tokens_are_still_rows():
+    real = torch.ones(T + 1, T, dtype=torch.bool)
+    real[0, 2:] = False
+    layer = dg.MixtureOfDepths(Masked(), D, 0.5)
+    _, (plan,) = layer(torch.randn(T + 1, T, D), attention_mask=real, return_plans=True)
+    assert plan.chosen.sum(1).flatten().tolist() == [1] + [2] * T
+    assert layer.block.got.shape == (T, 2)
+
+
+def test_booleans_of_four_axes_for_multihead_attention_are_refused_until_they_are_declared():
+    class Named(Multihead):
+        def forward(self, x, attention_mask=None):
+            return self.without_padding(x, attention_mask)
+
+    hidden = torch.ones(6, 6, dtype=torch.bool).triu(1).expand(2, 1, 6, 6)
+    x = torch.randn(2, 6, D, dtype=F64)
+    with pytest.raises(dg.DepthgateError, match=r"of four axes.*per_pair=\['attention_mask'\]"):
+        dg.MixtureOfDepths(Named(), D, 0.5).double()(x, attention_mask=hidden)
+    layer = dg.MixtureOfDepths(Named(), D, 0.5, per_pair=["attention_mask"]).double()
+    y, (plan,) = layer(x, attention_mask=hidden, return_plans=True)
+    assert plan.valid is None
+    close(y, by_loops(x, plan, lambda b, t: layer.block(x[b : b + 1, t], pairs_by_loops(hidden, b, t)[0])))
+
+
+def test_the_mask_of_an_encoder_has_a_row_for_each_row():
+    class Crosses(nn.Module):
+        def forward(self, x, encoder_attention_mask):
+            self.got = encoder_attention_mask
+            return x
+
+    for rows in (3, T):
+        mask, layer = torch.rand(rows, 4) < 0.5, dg.MixtureOfDepths(Crosses(), D, 0.5)
+        layer(torch.randn(rows, T, D), encoder_attention_mask=mask)
+        assert torch.equal(layer.block.got, mask)
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float64])
@@ -525,6 +701,42 @@ def test_a_shared_tensor_as_long_as_the_batch_stays_whole():
         y, (plan,) = layer(x, slopes=slopes, mask=mask, return_plans=True)
         close(y, by_loops(x, plan, lambda b, tokens: Slopes()(x[b : b + 1, tokens], slopes)))
         assert torch.equal(layer(x, slopes=slopes, mask=torch.zeros_like(mask)), x)
+
+
+def test_entries_of_rows_go_with_their_rows():
+    """As a condition (B, D): the block gets each routed token once."""
+
+    class Conditioned(nn.Module):
+        def forward(self, x, c):
+            tokens.append(x.shape[0] * x.shape[1])
+            return x * c[:, None]
+
+    tokens = []
+    x, c = torch.randn(4, 8, D, dtype=F64), torch.randn(4, D, dtype=F64)
+    mask = torch.arange(8) < torch.tensor([[8], [5], [0], [4]])
+    layer = dg.MixtureOfDepths(Conditioned(), D, 0.5, per_row=["c"]).double()
+    y, (plan,) = layer(x, c, mask=mask, return_plans=True)
+    assert sum(tokens) == plan.chosen.sum() == 4 + 2 + 2
+    close(y, by_loops(x, plan, lambda b, t: x[b : b + 1, t] * c[b]))
+
+
+@pytest.mark.parametrize("options", [{}, {"shared": ["slopes"]}, {"per_row": ["slopes"]}])
+def test_what_lies_in_padding_never_reaches_a_gradient(options):
+    class Normalises(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(D))
+
+        def forward(self, x, slopes):
+            return x + self.weight * x / x.norm(dim=-1, keepdim=True) * slopes.mean()
+
+    mask = torch.arange(8) < torch.tensor([[8], [4], [2], [0]])
+    x = torch.randn(4, 8, D).masked_fill(~mask[..., None], torch.nan).requires_grad_()
+    layer = dg.MixtureOfDepths(Normalises(), D, 0.5, **options)
+    layer(x, torch.randn(4), mask=mask)[mask].sum().backward()
+    assert layer.block.weight.grad.isfinite().all()
+    assert layer.router.proj.weight.grad.isfinite().all()
+    assert x.grad[mask].isfinite().all()
 
 
 def test_a_block_may_have_a_mask_of_its_own():

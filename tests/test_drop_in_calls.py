@@ -170,9 +170,27 @@ def test_a_tuple_comes_back_as_a_tuple():
             close(y, through(plan, X + block.linear(X)))
         with torch.no_grad():  # a pass in which no token is routed has the same form
             assert torch.equal(layer(X, mask=torch.zeros_like(mask))[0], X)
+        never = routed(Returns(lambda y, more=more: (y, *more)))  # nor has ever been
+        with torch.no_grad():
+            never.router.proj.bias.fill_(-100.0)
+            for call in ({"causal": True}, {"mask": torch.zeros_like(mask)}):
+                y, *rest = copy.deepcopy(never)(X, **call)
+                assert torch.equal(y, X)
+                assert tuple(rest) == more
     model = nn.Sequential(routed(Returns(lambda y: (y,))))
     model.compile(backend="aot_eager", fullgraph=True)
     assert isinstance(model(X), tuple)
+
+
+@torch.no_grad()
+def test_a_result_is_never_the_input_itself():
+    layer, x = routed(nn.Linear(D, D)), X.clone()
+    layer.router.proj.bias.fill_(-100.0)
+    for call in ({"causal": True}, {"mask": torch.zeros(2, 8, dtype=torch.bool)}):
+        for _ in range(2):
+            y = layer(x, **call)
+            y += 1
+            assert torch.equal(x, X)
 
 
 @pytest.mark.parametrize("shape", [(0, 8, D), (2, 0, D), (0, 0, D)])
@@ -279,6 +297,27 @@ def test_warnings_come_once_in_a_process_and_from_the_line_of_the_caller():
         (warning,) = count(call)
         assert warning.filename == __file__
         assert count(call) == []
+
+
+def test_compiled_layers_warn_when_they_are_traced():
+    def half():
+        model = nn.Sequential(*[dg.MixtureOfDepths(nn.Linear(D, D), D) for _ in range(2)])
+        model.compile(backend="eager", fullgraph=True)
+        with torch.autocast("cpu", torch.float16):
+            model(X.float())
+
+    def causal(many, **call):
+        warn_once.cache_clear()
+        torch.compiler.reset()
+        layer = routed(encoder_layer())
+        layer.compile(backend="eager", fullgraph=True)
+        assert len(count(lambda: layer(X, causal=True, **call))) == many
+
+    order = torch.ones(8, 8, dtype=torch.bool).triu(1)
+    assert len(count(half)) == 1
+    causal(1)
+    causal(0, is_causal=True)
+    causal(0, src_mask=order)
 
 
 def test_a_mask_that_is_not_causal_does_not_count_as_causal():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate.errors import DepthgateError, InvalidValueError, check_count, warn_once
+from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import budget
 from depthgate.gathering import Arguments
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
@@ -25,7 +25,7 @@ from depthgate.recording import RecordedPlans
 from depthgate.routing.gates import Gate
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
-from depthgate.routing.training import RouterTraining
+from depthgate.routing.training import RouterTraining, in_backward, warn_when_traced
 
 # Tables of relative positions, of timm and transformers, which a block with fewer tokens would read at wrong places.
 _OVER_ALL_PLACES = ("relative_position_bias_table", "rel_pos", "relative_position_bias", "relative_attention_bias")
@@ -43,7 +43,9 @@ class MixtureOfDepths(nn.Module):
     With a mask or `causal=True` rows route different numbers of tokens. A block that takes a padding mask gets them in
     one call, the shorter rows filled up with zeros (`padding_keyword`). Any other block is called once for each number,
     with the rows that have it: right for every block, but more calls, none of them in a full graph, and FSDP2 must then
-    shard this layer, not the block within, with `always_call=True` if it also runs without gradients.
+    shard this layer, not the block within, with `always_call=True` if it also runs without gradients. A
+    tensor as long as the batch, shared or undeclared, makes that all rows each time: `per_row` says that it has an
+    entry for each.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class MixtureOfDepths(nn.Module):
         keep: int = 0,
         per_token: Collection[str] = (),
         per_pair: Collection[str] = (),
+        per_row: Collection[str] = (),
         shared: Collection[str] = (),
         padding_keyword: str | None = None,
         always_call: bool = False,
@@ -68,11 +71,12 @@ class MixtureOfDepths(nn.Module):
         """gate: one_plus_tanh, sigmoid, raw or straight_through, or a function of scores.
         rule: how `causal=True` decides: scores, predictor or threshold, or a module (see depthgate.routing.causal).
         keep: the first tokens of each row that are routed before all others, such as class and register tokens.
-        per_token, per_pair, shared: names of the block's other arguments that are tensors. Those per token, such as
-            (B, T, ...), (1, T, ...) or (T, ...), are gathered as x is; those per pair of tokens, (T, T), (B, T, T),
-            (B, 1, T, T) or (B, H, T, T), on both axes; shared ones are handed on as they are. Arguments of torch's
-            transformer layers (src_mask, memory, ...), of timm's (attn_mask) and of transformers' (attention_mask,
-            position_ids, position_embeddings, encoder_hidden_states, ...) are known.
+        per_token, per_pair, per_row, shared: names of the block's other arguments that are tensors. Those per token,
+            such as (B, T, ...), (1, T, ...) or (T, ...), are gathered as x is; those per pair of tokens, (T, T),
+            (B, T, T), (B, 1, T, T) or (B, H, T, T), on both axes; those per row, (B, ...), such as the condition of a
+            diffusion model, go with their rows; shared ones are handed on as they are. Arguments of torch's transformer
+            layers (src_mask, memory, ...), of timm's (attn_mask) and of transformers' (attention_mask, position_ids,
+            position_embeddings, encoder_hidden_states, ...) are known.
         padding_keyword: the block's keyword for a (B, k) mask, True at padding; known for torch's layers.
         always_call: call the block, for one empty slot, where a causal choice takes no token: processes that share its
             weights (FSDP2) would else wait for each other. With gradients that is so in any case.
@@ -87,8 +91,10 @@ class MixtureOfDepths(nn.Module):
         self.block = block
         self.always_call = always_call
         self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
-        self._arguments = Arguments(block, padding_keyword, per_token=per_token, per_pair=per_pair, shared=shared)
-        self._watched = False  # True after the first causal call
+        declared = {"per_token": per_token, "per_pair": per_pair, "per_row": per_row, "shared": shared}
+        self._arguments = Arguments(block, padding_keyword, **declared)
+        self._looks = 0  # causal calls that could show whether the block looks ahead
+        self._called = False  # the block, ever: before that it is not known what it returns
         self._after: tuple[None, ...] | None = None  # what the block returns after its tensor, if it returns a tuple
 
     def __getattr__(self, name: str) -> Any:
@@ -143,8 +149,10 @@ class MixtureOfDepths(nn.Module):
         real = self._arguments.joined_mask(mask, named, x)
         pos = None if real is None else masked_positions(real, x)
         kept = self._kept(x, real, keep, causal)
-        plan = self.router(x, pos, causal, keep=kept, fewest_slots=int(self.always_call))
+        unknown = causal and not torch.compiler.is_compiling() and not self._called
+        plan = self.router(x, pos, causal, keep=kept, fewest_slots=int(self.always_call or unknown))
         y = self._through_block(x, plan, named) if plan.tokens.shape[-1] or not x.numel() else x
+        y = x.clone() if y is x else y  # which may be written to
         y = self.router_training(y, plan, self.router)
         y = torch._nested_tensor_from_mask(y, mask) if nested else y  # type: ignore[arg-type]
         result = y if self._after is None else (y, *self._after)
@@ -167,29 +175,31 @@ class MixtureOfDepths(nn.Module):
     def _through_block(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
         """x with its routed tokens taken through the block."""
         plan = plan if x.numel() else plan._replace(filled=None)  # torch's layers take no masks of an empty batch
+        kinds = self._arguments.kinds_of(named, x)
         if plan.filled is None or self._arguments.takes_padding(named):
-            return self._one_call(x, plan, named)
+            return self._one_call(x, plan, named, kinds)
         if torch.compiler.is_exporting():
             raise DepthgateError("rows differ, and the block takes no padding mask: export needs a padding_keyword")
         y = x
         counts = plan.filled.sum(-1)[:, 0]  # (B,)
+        apart = self._arguments.rows_are_known(named, kinds, x)
+        must = torch.is_grad_enabled() or self.always_call or not self._called
         # Rows without any stay out. Where all are, gradients still want one call: every parameter is to get one (of 0).
-        for k in sorted({*counts.tolist()} - {0}) or [0] * (torch.is_grad_enabled() or self.always_call):
+        for k in sorted({*counts.tolist()} - {0}) or [0] * must:
             batch = (counts == k).nonzero()[:, 0]
-            mine = self._arguments.rows(named, batch, x)
-            whole = mine is None  # every row is computed with every argument, and only these are kept
-            these = torch.arange(len(x), device=x.device) if whole else batch
-            part = plan.rows(these, max(k, 1))
-            rows = self._one_call(x[these], part._replace(filled=None) if k else part, named if mine is None else mine)
-            y = y.to(rows.dtype).index_copy(0, batch, rows[batch] if whole else rows)
+            # Where rows cannot be told apart the block gets as many as ever: copies of the first of these, thrown away.
+            these = batch if apart else torch.where(counts == k, torch.arange(len(x), device=x.device), batch[0])
+            part, mine = plan.rows(these, max(k, 1)), self._arguments.rows(named, kinds, these, x)
+            rows = self._one_call(x[these], part._replace(filled=None) if k else part, mine, kinds)
+            y = y.to(rows.dtype).index_copy(0, batch, rows if apart else rows[batch])
         return y
 
-    def _one_call(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
+    def _one_call(self, x: Tensor, plan: Slots, named: dict[str, Any], kinds: dict[str, str | None]) -> Tensor:
         rows = plan.dispatch(x, fill=0)[:, 0]
-        found = self._arguments.gathered(named, plan, x)
-        if plan.causal and rows.shape[1] > 1 and not self._watched and not torch.compiler.is_compiling():
-            return plan.merge(x, self._watched_block(rows, found, plan, self._arguments.is_causal(named))[:, None])
-        return plan.merge(x, self._block(rows, found)[:, None])
+        found = self._arguments.gathered(named, kinds, plan, x)
+        watched = plan.causal and rows.shape[1] > 1
+        out = self._watched_block(rows, found, plan, named) if watched else self._block(rows, found)
+        return plan.merge(x, out[:, None])
 
     def _block(self, rows: Tensor, named: dict[str, Any]) -> Tensor:
         if torch.compiler.is_compiling():
@@ -202,7 +212,7 @@ class MixtureOfDepths(nn.Module):
                     raise InvalidValueError("block holds this layer itself: give it another block") from None
                 error.add_note(f"The block got {rows.shape[1]} tokens of each row: has it tables or windows over all?")
                 raise
-        self._after = None
+        self._called, self._after = True, None
         if isinstance(out, tuple) and out and all(more is None for more in out[1:]):
             out, self._after = out[0], out[1:]
         if not isinstance(out, Tensor) or out.shape != rows.shape or not out.is_floating_point():
@@ -213,28 +223,39 @@ class MixtureOfDepths(nn.Module):
             )
         return out
 
-    def _watched_block(self, rows: Tensor, named: dict[str, Any], plan: Slots, masked: bool) -> Tensor:
-        """The block's result in the first causal call, with a warning if the gradient of a row's first token, or what
-        is known of torch's layers, shows that the block looks at later ones."""
+    def _watched_block(self, rows: Tensor, found: dict[str, Any], plan: Slots, named: dict[str, Any]) -> Tensor:
+        """The block's result in a causal call, with a warning if what is known of torch's layers, or the gradient of a
+        row's first token, shows that the block looks at later ones."""
         known, grad = self._arguments.torch_layer, torch.is_grad_enabled()
-        sharded = any(type(weight).__name__ == "DTensor" for weight in self.block.parameters())
-        self._watched = known or not (
-            torch.is_inference_mode_enabled() or sharded
-        )  # hooks of FSDP2 expect one backward
-        if known or not self._watched:
-            out, ahead = self._block(rows, named), known and not masked
+        if not (known if torch.compiler.is_compiling() else self._may_look()):
+            return self._block(rows, found)
+        if known:
+            out, ahead = self._block(rows, found), not self._arguments.is_causal(named)
         else:
             with torch.enable_grad():
                 watched = rows if rows.requires_grad else rows.detach().requires_grad_()
-                out = self._block(watched, named)
+                out = self._block(watched, found)
                 ahead = _first_sees_later(out, watched, plan)
             out = out if grad else out.detach()
         if ahead:
-            warn_once(
+            warn_when_traced(
                 f"causal=True chooses tokens causally, but the block, a {type(self.block).__name__}, looks at later "
                 "tokens: give it a causal mask (such as is_causal=True), or do not count on causality"
             )
         return out
+
+    def _may_look(self) -> bool:
+        """True in the 1st, 2nd, 4th, 8th, ... call that can show whether the block looks ahead: a branch may start at
+        zero. Gradients cannot where there are none, where the block's own routers add losses to them, in a checkpoint,
+        which counts what is saved for them, and with FSDP2, whose hooks expect one backward pass."""
+        if not self._arguments.torch_layer:
+            counted = in_backward() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+            losses = any(isinstance(part, RouterTraining) and part.training for part in self.block.modules())
+            sharded = any(type(weight).__name__ == "DTensor" for weight in self.block.parameters())
+            if losses or sharded or counted or torch.is_inference_mode_enabled():
+                return False
+        self._looks += 1
+        return not self._looks & (self._looks - 1)
 
 
 def _padded(x: Any, mask: Any, keep: Any) -> tuple[Tensor, Tensor]:

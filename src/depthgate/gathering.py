@@ -24,6 +24,7 @@ KNOWN = {
 CACHES = "but a routed block keeps no cache: call the model with use_cache=False, or use depthgate.hf.convert"
 PLACES = "timm's positions of all patches in order: a routed block gets some of them; take a model without"
 REFUSED = dict.fromkeys(("past_key_value", "past_key_values", "layer_past"), CACHES) | {"rope": PLACES}
+SEEN = ("attention_mask", "attn_mask")  # of four axes they say, in models of transformers and timm, who sees whom
 CAUSAL = {"is_causal": "src_mask", "tgt_is_causal": "tgt_mask"}  # torch's hints, and the masks that they describe
 OURS = ("mask", "keep", "causal", "return_plans")
 MASKED = -1e4  # an additive mask of this or less hides a token for good
@@ -34,7 +35,7 @@ class Arguments:
     """Which of a block's arguments belong to tokens, to pairs of tokens, or to neither."""
 
     def __init__(self, block: nn.Module, padding_keyword: str | None, **declared: Collection[str]) -> None:
-        """declared: names of arguments by kind (per_token, per_pair, shared). padding_keyword: see MixtureOfDepths."""
+        """declared: names of arguments by kind, and padding_keyword: see MixtureOfDepths."""
         inner = block
         while found := [each for name in WRAPPERS if (each := getattr(inner, name, None)) is not None]:
             inner = found[0]
@@ -101,8 +102,8 @@ class Arguments:
         return block(rows, *(named[name] for name in first), *more, **others)
 
     def joined_mask(self, mask: Tensor | None, named: dict[str, Any], x: Tensor) -> Tensor | None:
-        """mask (B, T), True at real tokens, without those that the block's own masks leave out: its padding mask, and
-        an `attention_mask` of transformers."""
+        """mask (B, T), True at real tokens, without those that the block's own masks leave out: its padding mask, an
+        `attention_mask` (B, T) of transformers, and masks of four axes, of transformers and timm."""
         if mask is not None:
             check_per_token(mask, x, "mask", torch.bool)
         for name, value in named.items():
@@ -110,75 +111,104 @@ class Arguments:
             if value is not None and name in (self.padding, *PADDING):
                 check_shape(value, x, name)
                 real = value > MASKED if value.is_floating_point() else value == 0
-            elif self._of_transformers(name, value, 2):
+            elif self._marks_tokens(name, value, x):
                 check_shape(value, x, name)
                 real = value != 0
-            elif self._of_transformers(name, value, 4):
-                seen = value > MASKED if value.is_floating_point() else value != 0
+            elif self._says_who_sees(name, value) and value.shape[-1] == x.shape[1] and len(value) in (1, len(x)):
+                seen = value > MASKED if value.is_floating_point() else (value != 0) != (self.heads is not None)
                 real = seen.flatten(1, 2).any(1).expand(x.shape[:2])  # a key that no query sees is padding
             if real is not None:
                 mask = real if mask is None else mask & real
         return mask
 
     def is_causal(self, named: dict[str, Any]) -> bool:
-        """True if torch's masks, or hints, among the arguments hide all later tokens."""
+        """True if torch's masks, or hints, among the arguments hide all later tokens. Compiled code cannot look into a
+        mask, and takes any as one that does."""
         masks = [named[mask] for mask in CAUSAL.values() if named.get(mask) is not None]
-        return any(named.get(hint) for hint in CAUSAL) or any(map(_hides_later, masks))
+        known = torch.compiler.is_compiling() and bool(masks)
+        return known or any(named.get(hint) for hint in CAUSAL) or any(map(_hides_later, masks))
 
     def takes_padding(self, named: dict[str, Any]) -> bool:
-        """True if the block can be told of empty slots: by its padding mask, or by a mask of pairs of transformers."""
-        return self.padding is not None or self._of_transformers("attention_mask", named.get("attention_mask"), 4)
+        """True if the block can be told of empty slots: by its padding mask, or by a mask that says who sees whom."""
+        return self.padding is not None or (self.heads is None and any(map(self._says_who_sees, named, named.values())))
 
-    def gathered(self, named: dict[str, Any], plan: Slots, x: Tensor) -> dict[str, Any]:
+    def kinds_of(self, named: dict[str, Any], x: Tensor) -> dict[str, str | None]:
+        """What each argument belongs to, in a call with x (B, T, D)."""
+        kinds = {name: self.kinds.get(name) for name in named}
+        for name, value in named.items():
+            if self._marks_tokens(name, value, x):
+                kinds[name] = "per_token"
+            elif name == "encoder_attention_mask" and name not in self.told and getattr(value, "ndim", 0) == 2:
+                kinds[name] = "per_row"  # (B, S), of transformers
+        return kinds
+
+    def gathered(self, named: dict[str, Any], kinds: dict[str, str | None], plan: Slots, x: Tensor) -> dict[str, Any]:
         """The arguments for the rows (B, k, D) of a plan."""
-        found = {name: self._gathered(name, value, plan, x) for name, value in named.items()}
+        found = {name: self._gathered(name, kinds[name], value, plan, x) for name, value in named.items()}
         k = plan.tokens.shape[-1]
         for hint, mask in CAUSAL.items():
             if self.torch_layer and found.get(hint):  # tokens stay in order: what is causal for all is so for some
                 found[mask] = torch.ones(k, k, dtype=torch.bool, device=x.device).triu(1)
+        if found.get("memory_mask") is not None and found.get("memory_is_causal"):  # true of all queries, not of some
+            found["memory_is_causal"] = False
         if plan.filled is not None:
             if self.padding is not None:
                 found[self.padding] = _padding(plan.filled[:, 0], found.get(self.padding))
-            elif self._of_transformers("attention_mask", found.get("attention_mask"), 4):
-                found["attention_mask"] = _pairs_padding(plan.filled[:, 0], found["attention_mask"])
+            elif self.heads is None:
+                seen = {name: mask for name, mask in found.items() if self._says_who_sees(name, mask)}
+                found |= {name: _pairs_padding(plan.filled[:, 0], mask) for name, mask in seen.items()}
         masks = [name for name in found if name in (self.padding, *KNOWN["per_pair"]) and found[name] is not None]
         hidden = {name: found[name] for name in masks if not found[name].is_floating_point()}
         if self.heads is not None and len(hidden) < len(masks):  # torch wants masks of one kind
             found |= {n: torch.zeros_like(m, dtype=x.dtype).masked_fill(m, -torch.inf) for n, m in hidden.items()}
         return found
 
-    def rows(self, named: dict[str, Any], batch: Tensor, x: Tensor) -> dict[str, Any] | None:
-        """The arguments for some rows (N,) of the batch x (B, T, D); None if there is a tensor of which it is not known
-        whether it has an entry for each row."""
-        B, T = x.shape[:2]
+    def rows_are_known(self, named: dict[str, Any], kinds: dict[str, str | None], x: Tensor) -> bool:
+        """False if it is not known whether a tensor as long as the batch has an entry for each row."""
+        others = [value for name, value in named.items() if kinds[name] in ("shared", None)]
+        return not any(isinstance(v, Tensor) and v.shape[:1] == x.shape[:1] for v in pytree.tree_leaves(others))
 
-        def entry_for_each_row(kind: str | None, value: Tensor) -> bool:
-            axes = {"per_token": 2, "per_pair": 3, "per_query": 2 if value.shape[:1] != (T,) else 3}.get(kind or "", 1)
-            return value.ndim >= axes and len(value) == B and (kind != "per_token" or value.shape[1] == T)
+    def rows(self, named: dict[str, Any], kinds: dict[str, str | None], batch: Tensor, x: Tensor) -> dict[str, Any]:
+        """The arguments for some rows (N,) of the batch x (B, T, D); shared and undeclared ones as they are."""
+        B, T = x.shape[:2]
 
         def cut(kind: str | None, value: Tensor) -> Tensor:
             if kind in ("per_pair", "per_query") and self.heads and value.ndim == 3 and len(value) == B * self.heads:
                 return value.reshape(B, self.heads, *value.shape[1:])[batch].flatten(0, 1)
-            return value[batch] if entry_for_each_row(kind, value) else value
+            axes = {"per_token": 2, "per_pair": 3, "per_query": 3, "per_row": 1}.get(kind or "", value.ndim + 1)
+            each = value.ndim >= axes and len(value) == B and (kind != "per_token" or value.shape[1] == T)
+            return value[batch] if each else value
 
-        kinds = {name: self._kind(name, value) for name, value in named.items()}
-        for name, value in named.items():
-            tensors = [each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)]
-            if kinds[name] in ("shared", None) and any(entry_for_each_row(None, each) for each in tensors):
-                return None
         return {n: pytree.tree_map_only(Tensor, partial(cut, kinds[n]), value) for n, value in named.items()}
 
-    def _kind(self, name: str, value: Any) -> str | None:
-        return "per_token" if self._of_transformers(name, value, 2) else self.kinds.get(name)
+    def _marks_tokens(self, name: str, value: Any, x: Tensor) -> bool:
+        """True for an `attention_mask` (B, T) of transformers, not 0 at real tokens."""
+        if name != "attention_mask" or not isinstance(value, Tensor) or value.ndim != 2 or name == self.padding:
+            return False
+        if name in self.told:
+            return self.kinds[name] == "per_token"
+        B, T = x.shape[:2]
+        if value.shape in ((B, T), (1, T)) and (B == T or value.is_floating_point()):
+            raise InvalidValueError(
+                f"attention_mask is {value.dtype} of shape {tuple(value.shape)}, and x {B} rows of {T} tokens, which "
+                f"may mean several things: say per_token=[{name!r}] if it is not 0 at real tokens, "
+                f"padding_keyword={name!r} if it is True or -inf at padding, per_pair=[{name!r}] if it is (T, T)"
+            )
+        return value.shape != (T, T) and not value.is_floating_point()
 
-    def _of_transformers(self, name: str, value: Any, axes: int) -> bool:
-        """True for an undeclared `attention_mask` of 2 axes, (B, T), not 0 at real tokens; or of 4, (B, 1, T, T), True
-        or 0 where a query sees a key."""
-        mask = isinstance(value, Tensor) and value.ndim == axes and not (axes == 2 and value.is_floating_point())
-        return mask and name == "attention_mask" and name not in self.told
+    def _says_who_sees(self, name: str, value: Any) -> bool:
+        """True for an undeclared mask of four axes, (B, 1, T, T) or (B, 1, 1, T): True or 0 where a query sees a key;
+        but in a block with an nn.MultiheadAttention False or 0."""
+        if name not in SEEN or name in self.told or not isinstance(value, Tensor) or value.ndim != 4:
+            return False
+        if name == "attention_mask" and self.heads is not None and not value.is_floating_point():
+            raise InvalidValueError(
+                f"attention_mask is {value.dtype} of four axes, True at what is seen in transformers, and at what is "
+                f"hidden in the nn.MultiheadAttention of this block: say per_pair=[{name!r}], and give padding by mask="
+            )
+        return True
 
-    def _gathered(self, name: str, value: Any, plan: Slots, x: Tensor) -> Any:
-        kind = self._kind(name, value)
+    def _gathered(self, name: str, kind: str | None, value: Any, plan: Slots, x: Tensor) -> Any:
         if kind in ("shared", "per_row"):
             return value
         for leaf in pytree.tree_leaves(value):
@@ -210,12 +240,11 @@ class Arguments:
         B, T = x.shape[:2]
         lead = tuple(value.shape[:-2])  # none; rows; rows and heads; or rows times heads
         flat = self.heads is not None and lead == (B * self.heads,)
-        if axes == (-2,) and value.ndim == 2 and len(value) != T:
-            return value  # (B, S): belongs to the other sequence alone
         sides = value.ndim >= 2 and all(value.shape[axis] in (1, T) for axis in axes)
         if not sides or not (flat or (len(lead) <= 2 and lead[:1] in ((), (1,), (B,)))):
-            told = f"({T}, {T}), ({B}, {T}, {T}), ({B}, 1, {T}, {T}) or ({B}, heads, {T}, {T})"
-            raise InvalidValueError(f"{name} has shape {tuple(value.shape)}: per_pair needs {told}")
+            one, what = (f"{T}, {T}", "per_pair") if len(axes) == 2 else (f"{T}, S", "it")
+            told = f"({one}), ({B}, {one}), ({B}, 1, {one}) or ({B}, heads, {one})"
+            raise InvalidValueError(f"{name} has shape {tuple(value.shape)}: {what} needs {told}")
         pairs = value.reshape(B, -1, *value.shape[-2:]) if flat else value[(None,) * (4 - value.ndim)]
         if len(lead) == 1 and not flat:
             pairs = value[:, None]
@@ -229,12 +258,10 @@ class Arguments:
 
     def _undeclared(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:  # noqa: ARG002
         B, T = x.shape[:2]
-        rows = value.ndim >= 2 and value.shape[0] in (1, B) and value.shape[1] == T
-        if rows or (value.ndim >= 1 and value.shape[0] == T) or (value.ndim >= 2 and value.shape[-2:] == (T, T)):
-            raise InvalidValueError(
-                f"{name} has shape {tuple(value.shape)}, and x {B} rows of {T} tokens: say what it belongs to, by "
-                f"per_token=[{name!r}], per_pair=[{name!r}] or shared=[{name!r}] of MixtureOfDepths"
-            )
+        if T > 1 and T in value.shape:  # of one token there is nothing to leave out
+            names = f"per_token=[{name!r}], per_pair=[{name!r}], per_row=[{name!r}] or shared=[{name!r}]"
+            text = f"{name} has shape {tuple(value.shape)}, and x {B} rows of {T} tokens: say what it belongs to, by "
+            raise InvalidValueError(f"{text}{names} of MixtureOfDepths")
         return value
 
 
