@@ -26,7 +26,7 @@ def expert(experts, e, x):
 
 
 def by_tokens(layer, x, valid):
-    """Every token on its own: its best experts, their softmax, the weighted sum."""
+    """Every token on its own: its best experts, the softmax of those that are real, the weighted sum."""
     router = layer.router
     out = torch.zeros_like(x)
     for b in range(x.shape[0]):
@@ -35,18 +35,22 @@ def by_tokens(layer, x, valid):
                 continue
             logits = router.proj.weight @ x[b, t]
             best = logits.sort(descending=True, stable=True).indices[: router.top_k]
-            gates = logits[best].softmax(0) if router.top_k > 1 else logits.softmax(0)[best]
-            for g, e in zip(gates, best.tolist(), strict=True):
-                if e < router.num_experts:
-                    out[b, t] += g * expert(layer.experts, e, x[b, t])
+            real = [e for e in best.tolist() if e < router.num_experts]
+            gates = logits[real].softmax(0) if router.top_k > 1 else logits.softmax(0)[real]
+            if router.gate == "sigmoid":
+                gates = logits[real].sigmoid()
+            for g, e in zip(gates, real, strict=True):
+                out[b, t] += g * expert(layer.experts, e, x[b, t])
     return out
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 @pytest.mark.parametrize("null", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_token_choice_equals_the_loop(top_k, null, dtype):
-    layer = MoE(D, 4, top_k=top_k, null_experts=null).to(dtype)
+@pytest.mark.parametrize(
+    ("dtype", "gate"), [(torch.float32, "softmax"), (torch.float64, "softmax"), (torch.float64, "sigmoid")]
+)
+def test_token_choice_equals_the_loop(top_k, null, dtype, gate):
+    layer = MoE(D, 4, top_k=top_k, null_experts=null, gate=gate).to(dtype)
     x = torch.randn(2, 9, D, dtype=dtype, requires_grad=True)
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, 5:] = False

@@ -40,7 +40,8 @@ class Block(nn.Module):
         check_tokens(x, self.dim)
         attended = self.attention(self.attention_norm(x), pos, doc, cache, plain, max_documents)
         attended = self.dropout(attended)
-        fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, doc=doc, causal=causal, plain=plain)
+        call = {"pos": pos, "doc": doc, "causal": causal, "plain": plain, "max_documents": max_documents}
+        fed, plans = self.ffn(self.ffn_norm(x + attended), **call)
         return attended + self.dropout(fed), plans
 
     def add_to(self, x: Tensor, **call: Any) -> tuple[Tensor, Plans]:

@@ -1,7 +1,8 @@
 """Mixture of experts, dropless: tokens choose experts (Shazeer et al. 2017), or experts tokens (Zhou et al. 2022).
 
-With null experts it is integrated MoDE (Raposo et al. 2024, section 4.4): a token that chooses one adds nothing.
-Staged MoDE is MoD around a Block whose feed-forward is this layer.
+Integrated MoDE (Raposo et al. 2024, section 4.4) is this layer where a token may be computed by no expert at all: with
+experts that choose, or with null experts among those that tokens choose. Staged MoDE is MoD around a Block whose
+feed-forward is this layer.
 """
 
 from typing import Any
@@ -14,16 +15,18 @@ from depthgate.flops import swiglu_hidden
 from depthgate.layers.ffn import Experts, SwiGLU
 from depthgate.ops.rows import check_tokens, masked_positions
 from depthgate.routing.plan import Plans
-from depthgate.routing.routers import TopExperts, TopTokens
+from depthgate.routing.routers import EXPERT_GATES, TopExperts, TopTokens
 
 
 class MoE(nn.Module):
     """A feed-forward of which each token uses a part. Returns the update, without the residual.
 
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
-    choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts), gated by the
-    token's probability for it; tokens that no expert takes get nothing. With causal=True its `rule` (threshold unless
-    told) decides token by token; before the first update of the threshold every expert takes every token.
+    choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts) of its `pool`,
+    each sequence or the whole batch, so that a token has from none to all of the experts. With causal=True its `rule`
+    (threshold unless told) decides token by token; before the first update of the threshold every expert takes every
+    token.
+    `gate`: softmax, a token's probability for the expert, by which experts also rank tokens; or sigmoid of its score.
     `shared_experts` are always on: together one SwiGLU of that many times `hidden`.
     """
 
@@ -39,6 +42,8 @@ class MoE(nn.Module):
         shared_experts: int = 0,
         capacity: float | None = None,
         rule: str | nn.Module | None = None,
+        pool: str | None = None,
+        gate: str = "softmax",
     ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
@@ -50,19 +55,20 @@ class MoE(nn.Module):
         hidden = swiglu_hidden(dim) if hidden is None else check_count(hidden, "hidden")
         self.router: TopExperts | TopTokens
         if choice == "tokens":
-            for name, value in (("capacity", capacity), ("rule", rule)):
+            for name, value in (("capacity", capacity), ("rule", rule), ("pool", pool)):
                 if value is not None:
                     raise InvalidValueError(f"{name} is {value!r}: only choice='experts' has one; leave it out")
-            self.router = TopExperts(dim, num_experts, top_k, null_experts)
+            self.router = TopExperts(dim, num_experts, top_k, null_experts, gate)
         else:
             capacity = top_k / num_experts if capacity is None else check_capacity(capacity)
             self.router = TopTokens(
                 dim,
                 capacity,
                 experts=num_experts + null_experts,
-                gate=torch.exp,
+                gate=torch.exp if check_choice(gate, "gate", EXPERT_GATES) == "softmax" else "sigmoid",
                 rule="threshold" if rule is None else rule,
-                across_experts=True,
+                across_experts=gate == "softmax",
+                pool=pool or "sequence",
             )
         self.experts = Experts(num_experts, dim, hidden)
         self.shared = SwiGLU(dim, shared_experts * hidden) if shared_experts else None
@@ -75,7 +81,7 @@ class MoE(nn.Module):
         cache: Any = None,  # noqa: ARG002
         causal: bool = False,
         plain: bool = False,
-        max_documents: int | None = None,  # noqa: ARG002
+        max_documents: int | None = None,
         *,
         mask: Tensor | None = None,
     ) -> tuple[Tensor, Plans]:
@@ -88,9 +94,13 @@ class MoE(nn.Module):
             plan = self.router(x, pos)
             update = plan.combine(self.experts.grouped(plan.dispatch(x), plan.ends, plan.complete))
         else:
-            plan = self.router(x, pos, causal, doc=doc)
+            plan = self.router(x, pos, causal, doc=doc, max_documents=max_documents)
             real = plan.first_experts(self.num_experts)
-            update = real.combine(self.experts(real.dispatch(x, fill=0)))
+            if causal and not torch.compiler.is_compiling():  # experts take different numbers: only those are computed
+                rows, ends = real.sorted_by_expert(x)
+                update = real.combine_sorted(self.experts.grouped(rows, ends, complete=True))
+            else:
+                update = real.combine(self.experts(real.dispatch(x, fill=0)))
         if self.shared is not None:
             update = update + self._shared(x, pos)
         return update, (plan,)

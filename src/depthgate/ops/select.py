@@ -88,7 +88,20 @@ def choose_by_sorting(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int
 ) -> tuple[Tensor, Tensor]:
     """`choose` without a kernel of its own."""
+    if doc is None:
+        return _best_of_rows(scores, valid, capacity, slots)
     return compact(top_of_documents(scores, valid, doc, capacity), slots)
+
+
+def _best_of_rows(scores: Tensor, valid: Tensor | None, capacity: float, slots: int) -> tuple[Tensor, Tensor]:
+    """`choose_by_sorting` of rows that are one document each: no more is sorted than there are slots."""
+    T = scores.shape[-1]
+    real = None if valid is None else valid[:, None].expand_as(scores)
+    best = ranking_keys(scores, real).topk(slots, dim=-1).indices
+    count = torch.full((len(scores),), T, device=scores.device) if valid is None else valid.sum(-1)
+    filled = torch.arange(slots, device=scores.device) < budgets(capacity, count)[:, None, None]
+    index = torch.where(filled, best, best + T).sort(dim=-1).values
+    return index % max(T, 1), index < T
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

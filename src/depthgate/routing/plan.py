@@ -17,17 +17,18 @@ from depthgate.ops.rows import add_at, add_rows, inverse_for_gathering, put_rows
 
 
 class Slots(NamedTuple):
-    """Each of E experts has C slots in every row of the batch, and a slot holds one token.
+    """Each of E experts has C slots in every one of P pools of tokens, and a slot holds one token. A pool is a row of
+    the batch (P = B), or the whole batch (P = 1), whose B * T tokens are counted through.
 
-    The tokens of an expert's filled slots ascend. Where rows hold different numbers, the empty slots come last,
+    The tokens of an expert's filled slots ascend. Where pools hold different numbers, the empty slots come last,
     point at other tokens (padding perhaps), and are computed and thrown away; `chosen` leaves them out.
     """
 
-    tokens: Tensor  # (B, E, C) the token in each slot; no token twice for one expert
-    gates: Tensor  # (B, E, C) fp32, 0 in empty slots
+    tokens: Tensor  # (P, E, C) the token in each slot, counted within its pool; no token twice for one expert
+    gates: Tensor  # (P, E, C) fp32, 0 in empty slots
     scores: Tensor  # (B, T, E) fp32 logits of the router
     decision: Tensor  # (B, T, E) fp32 logit of the causal rule: it routes a token where this is >= 0
-    filled: Tensor | None = None  # (B, E, C) bool; None: every slot is filled
+    filled: Tensor | None = None  # (P, E, C) bool; None: every slot is filled
     valid: Tensor | None = None  # (B, T) bool; None: no padding
     causal: bool = False  # chosen by the causal rule instead of the top k
     slot: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none: the inverse of `tokens`, where known
@@ -38,21 +39,52 @@ class Slots(NamedTuple):
         return _summary("Slots", f"{how}, experts {self.scores.shape[-1]}", self.chosen.any(-1), self.valid)
 
     def dispatch(self, x: Tensor, fill: int | None = None) -> Tensor:
-        """x (B, T, ...) -> (B, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
-        B, E, C = self.tokens.shape
+        """x (B, T, ...) -> (P, E, C, ...); empty slots hold `fill`, or without it the row of another token."""
+        P, E, C = self.tokens.shape
         # Empty slots are masked below, or there are none: gradients flow to the tokens that have a slot alone.
         masked = fill is not None or self.filled is None
         inverse = inverse_for_gathering(self.slot, x) if masked and x.is_floating_point() else None
-        rows = take_rows(x, self.tokens.reshape(B, E * C), inverse).reshape(B, E, C, *x.shape[2:])
+        rows = take_rows(self._pooled(x), self.tokens.reshape(P, E * C), inverse).reshape(P, E, C, *x.shape[2:])
         if fill is None or self.filled is None:
             return rows
-        return rows.masked_fill(~self.filled.reshape(B, E, C, *[1] * (x.ndim - 2)), fill)
+        return rows.masked_fill(~self.filled.reshape(P, E, C, *[1] * (x.ndim - 2)), fill)
 
     def combine(self, rows: Tensor) -> Tensor:
-        """rows (B, E, C, D) -> update (B, T, D): the sum over a token's slots of gate * row, 0 where it has none."""
-        B, E, C, D = rows.shape
-        tokens, inverse = self.tokens.reshape(B, E * C), inverse_for_gathering(self.slot, rows)
-        return add_rows(self._weighted(rows).reshape(B, E * C, D), tokens, self.scores.shape[1], inverse)
+        """rows (P, E, C, D) -> update (B, T, D): the sum over a token's slots of gate * row, 0 where it has none."""
+        (P, E, C, D), (B, T, _) = rows.shape, self.scores.shape
+        tokens, inverse = self.tokens.reshape(P, E * C), inverse_for_gathering(self.slot, rows)
+        update = add_rows(self._weighted(rows).reshape(P, E * C, D), tokens, B * T // P if P else T, inverse)
+        return update if P == B else update.reshape(B, T, D)
+
+    def sorted_by_expert(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, T, D) -> rows (N, D) of the filled slots alone, sorted by expert, and where those of each expert end
+        (E,) int32. Waits for the device, to learn N."""
+        pool, expert, slot = self._filled_slots()
+        rows = take_rows(self._pooled(x).flatten(0, 1)[None], self._token(pool, expert, slot)[None])[0]
+        experts = torch.arange(self.tokens.shape[1], device=x.device)
+        return rows, torch.searchsorted(expert, experts, right=True).int()
+
+    def combine_sorted(self, rows: Tensor) -> Tensor:
+        """`combine` of rows (N, D) as `sorted_by_expert` gives them."""
+        B, T, _ = self.scores.shape
+        pool, expert, slot = self._filled_slots()
+        weighted = rows * self.gates[pool, expert, slot, None].to(rows.dtype)
+        return add_rows(weighted[None], self._token(pool, expert, slot)[None], B * T).reshape(B, T, -1)
+
+    def _filled_slots(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Pool, expert and slot (N,) of every filled slot, by expert."""
+        filled = torch.ones_like(self.tokens, dtype=torch.bool) if self.filled is None else self.filled
+        expert, pool, slot = filled.transpose(0, 1).nonzero().unbind(1)
+        return pool, expert, slot
+
+    def _token(self, pool: Tensor, expert: Tensor, slot: Tensor) -> Tensor:
+        """The tokens (N,) in these slots, counted through the whole batch."""
+        B, T, _ = self.scores.shape
+        return self.tokens[pool, expert, slot] + pool * (B * T // max(1, len(self.tokens)))
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        """x (B, T, ...) -> (P, tokens of a pool, ...)."""
+        return x if len(self.tokens) == len(x) else x.reshape(len(self.tokens), -1, *x.shape[2:])
 
     def add(self, x: Tensor, rows: Tensor) -> Tensor:
         """x (B, T, D), rows (B, 1, C, D) -> x + combine(rows), of which only the routed tokens are computed."""
@@ -96,7 +128,8 @@ class Slots(NamedTuple):
         if self.slot is not None:
             return self.slot >= 0
         filled = torch.ones_like(self.tokens, dtype=torch.bool) if self.filled is None else self.filled
-        return torch.zeros_like(self.scores, dtype=torch.bool).scatter(1, self.tokens.mT, filled.mT)
+        none = torch.zeros_like(self.scores, dtype=torch.bool)
+        return self._pooled(none).scatter(1, self.tokens.mT, filled.mT).view_as(none)
 
     @property
     def causal_choice(self) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_count
+from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count
 from depthgate.flops import budget
 from depthgate.ops.rows import check_per_token, check_tokens, inverse_for_gathering, plain_positions, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
@@ -20,6 +20,8 @@ from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
 
 _Taken = tuple[Tensor, Tensor | None, Tensor | None]  # (B, E, C), filled if rows may differ; slot (B, E, T) if known
+POOLS = ("sequence", "batch")  # what an expert takes its tokens out of
+EXPERT_GATES = ("softmax", "sigmoid")
 _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
 
 
@@ -89,8 +91,8 @@ class TopTokens(nn.Module):
     """Each expert takes its k best tokens: Mixture-of-Depths with one expert, expert choice with several.
 
     Score every token; ask the causal rule, whose loss wants its answer in any case; choose. That is k = max(1,
-    floor(capacity * n)) of the n valid tokens of each document by their scores; or, with `causal=True`, each token by
-    the `rule` alone, so that counts differ from row to row.
+    floor(capacity * n)) of the n valid tokens of each document, or of the whole batch, by their scores; or, with
+    `causal=True`, each token by the `rule` alone, so that counts differ from row to row.
     """
 
     def __init__(
@@ -104,11 +106,15 @@ class TopTokens(nn.Module):
         across_experts: bool = False,
         scorer: nn.Module | None = None,
         scores_have_no_loss: bool = False,
+        pool: str = "sequence",
+        normed: bool = False,
     ) -> None:
         """across_experts: rank a token by its log-probability for each expert, not by its logit (expert choice).
         scorer: a module such as RandomScorer in place of the learnt scores.
         scores_have_no_loss: a promise that no loss reads `Slots.scores`. Gradients then reach the router through the
             gates of routed tokens alone, and nothing of the other tokens is kept for the backward pass.
+        pool: "sequence", or "batch": an expert takes its tokens out of all those of a batch, whatever their documents.
+        normed: score tokens scaled to a mean square of one, for routers that read the residual stream.
         """
         super().__init__()
         self.dim = check_count(dim, "dim")
@@ -116,18 +122,21 @@ class TopTokens(nn.Module):
         self.experts = check_count(experts, "experts")
         self.gate = gate_from(gate)
         self.across_experts = across_experts
+        self.pool = check_choice(pool, "pool", POOLS)
+        self.normed = normed
         # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
         # rest negative, which is what `causal_bce` asks of them.
         if scorer is not None and not isinstance(scorer, nn.Module):
             raise InvalidValueError(f"scorer is {scorer!r}: it must be a module, such as RandomScorer()")
         self.proj: Any = Scorer(dim, experts, bias=True) if scorer is None else scorer
         self.rule = rule_from(rule, dim, experts)
-        self.sparse = scores_have_no_loss and scorer is None and experts == 1 and not across_experts
+        alone = experts == 1 and not across_experts and pool == "sequence"
+        self.sparse = scores_have_no_loss and scorer is None and alone
         if across_experts and isinstance(self.rule, Scores):
             raise InvalidValueError("rule is 'scores', but log-probabilities are never above 0: use 'threshold'")
 
     def extra_repr(self) -> str:
-        return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}"
+        return f"capacity={self.capacity}, gate={getattr(self.gate, '__name__', self.gate)}, pool={self.pool!r}"
 
     def forward(
         self,
@@ -154,7 +163,7 @@ class TopTokens(nn.Module):
             check_per_token(keep, x, "keep", torch.bool)
         valid = None if pos is None else pos >= 0
         with torch.autocast(x.device.type, enabled=False):
-            tokens = features(x, valid)
+            tokens = self._features(x, valid)
             sparse = self.sparse and torch.is_grad_enabled()
             with torch.set_grad_enabled(torch.is_grad_enabled() and not sparse):
                 logits = checked(self.proj(tokens, pos, self.capacity), (*x.shape[:2], self.experts), "scorer")
@@ -166,17 +175,28 @@ class TopTokens(nn.Module):
             ranked = torch.where(keep[..., None], torch.inf, ranked)
             wanted = wanted | keep[..., None]
         if causal:
-            marked = wanted.mT if valid is None else wanted.mT & valid[:, None]
+            marked = self._by_pool(wanted if valid is None else wanted & valid[..., None])
             taken: _Taken = (*compact(marked, _slots_for(marked, fewest_slots)), None)
+        elif self.pool == "batch":
+            taken = self._choose(self._by_pool(ranked), None if valid is None else valid.reshape(1, -1), None, None)
         else:
             taken = self._choose(ranked.mT, valid, doc, max_documents)
         chosen, filled, slot = taken
-        picked = self._routed_scores(x, chosen, filled, slot) if sparse else scores.mT.gather(2, chosen)
+        picked = self._routed_scores(x, chosen, filled, slot) if sparse else self._by_pool(scores).gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked.shape, "gate")
         if filled is not None:
             gates = torch.where(filled, gates, 0.0)
-        return Slots(chosen, gates, logits, decision, filled, valid, causal, None if slot is None else slot.mT, keep)
+        slot = None if slot is None else slot.mT.reshape(scores.shape)
+        return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep)
+
+    def _by_pool(self, each: Tensor) -> Tensor:
+        """(B, T, E) -> (P, E, tokens of a pool)."""
+        return each.mT if self.pool == "sequence" else each.flatten(0, 1)[None].mT
+
+    def _features(self, x: Tensor, valid: Tensor | None) -> Tensor:
+        found = features(x, valid)
+        return F.rms_norm(found, found.shape[-1:]) if self.normed else found
 
     def _ranked(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1) if self.across_experts else logits
@@ -184,7 +204,7 @@ class TopTokens(nn.Module):
     def _routed_scores(self, x: Tensor, chosen: Tensor, filled: Tensor | None, slot: Tensor | None) -> Tensor:
         """The scores (B, 1, C) of routed tokens, computed again from them alone."""
         rows = take_rows(x, chosen[:, 0], inverse_for_gathering(None if slot is None else slot.mT, x))
-        scores: Tensor = self.proj(features(rows, None if filled is None else filled[:, 0]))
+        scores: Tensor = self.proj(self._features(rows, None if filled is None else filled[:, 0]))
         return scores.mT
 
     def _choose(self, ranked: Tensor, valid: Tensor | None, doc: Tensor | None, max_documents: int | None) -> _Taken:
@@ -236,20 +256,25 @@ def update_thresholds(model: nn.Module, plans: tuple[Plan, ...]) -> None:
 class TopExperts(nn.Module):
     """Each token takes its `top_k` best of the experts and `null_experts`, which compute nothing. Dropless.
 
-    Gates are softmax probabilities; of the chosen alone where `top_k` > 1 (Mixtral), of all where it is 1 (Switch:
-    else the gate would be constant). Ties go to the lower expert. Causal as it is.
+    Gates are softmax probabilities: of the chosen real experts alone where `top_k` > 1 (Mixtral), of all where it is 1
+    (Switch: else the gate would be constant). Or with gate="sigmoid" the sigmoid of each score, not normalised. A null
+    choice changes the gates of the others in neither. Ties go to the lower expert. Causal as it is.
     """
 
-    def __init__(self, dim: int, num_experts: int, top_k: int = 2, null_experts: int = 0) -> None:
+    def __init__(
+        self, dim: int, num_experts: int, top_k: int = 2, null_experts: int = 0, gate: str = "softmax"
+    ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.num_experts = check_count(num_experts, "num_experts")
         self.top_k = check_count(top_k, "top_k", maximum=num_experts)
         self.null_experts = check_count(null_experts, "null_experts", minimum=0)
+        self.gate = check_choice(gate, "gate", EXPERT_GATES)
         self.proj = Scorer(dim, num_experts + null_experts)
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.top_k}, null_experts={self.null_experts}"
+        sizes = f"num_experts={self.num_experts}, top_k={self.top_k}, null_experts={self.null_experts}"
+        return f"{sizes}, gate={self.gate!r}"
 
     def forward(self, x: Tensor, pos: Tensor | None = None, causal: bool = False) -> Groups:  # noqa: ARG002
         """x (B, T, D); pos (B, T), negative at padding."""
@@ -257,10 +282,7 @@ class TopExperts(nn.Module):
         valid = None if pos is None else pos >= 0
         scores = self.proj(features(x, valid))
         choice = top_k(scores, self.top_k)  # (B, T, K), ascending
-        if self.top_k > 1:
-            gates = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE).softmax(-1)
-        else:
-            gates = scores.nan_to_num(-_FINITE_SCORE, _FINITE_SCORE, -_FINITE_SCORE).softmax(-1).gather(-1, choice)
+        gates = self._gates(scores, choice)
         if valid is not None:
             choice = torch.where(valid[..., None], choice, -1)
         computed = (choice >= 0) & (choice < self.num_experts)
@@ -272,6 +294,16 @@ class TopExperts(nn.Module):
         row = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=x.device))
         gates = torch.where(computed, gates, 0.0)
         return Groups(order, ends, row.view_as(choice), gates, choice, scores, valid)
+
+    def _gates(self, scores: Tensor, choice: Tensor) -> Tensor:
+        """scores (B, T, E + null), choice (B, T, K) -> gates (B, T, K); what null experts get is not read."""
+        if self.top_k == 1 and self.gate == "softmax":
+            all_of_them = scores.nan_to_num(-_FINITE_SCORE, _FINITE_SCORE, -_FINITE_SCORE).softmax(-1)
+            return all_of_them.gather(-1, choice)
+        picked = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
+        if self.gate == "sigmoid":
+            return picked.sigmoid()
+        return torch.where(choice < self.num_experts, picked, torch.finfo(picked.dtype).min).softmax(-1)
 
 
 def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
