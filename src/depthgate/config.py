@@ -6,9 +6,9 @@ from typing import Any
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides
 from depthgate.options import DEVICES, Options, choice, count, number, option, positional, required, whole_numbers
 
-KINDS = ("dense", "mod", "moe", "mode", "random")
-ROUTED_KINDS = ("mod", "mode", "random")
-EXPERT_KINDS = ("moe", "mode")
+KINDS = ("dense", "mod", "moe", "mode", "mode_staged", "random")
+ROUTED_KINDS = ("mod", "mode_staged", "random")  # whole layers that only some tokens go through
+EXPERT_KINDS = ("moe", "mode", "mode_staged")  # layers with experts as feed-forward
 # The tables of routing.gates and routing.causal, for those that load no torch: a new name goes into both.
 GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # those that are 1 at a score of 0
@@ -33,6 +33,11 @@ def check_pattern(pattern: Any, name: str = "pattern") -> None:
         if kind in ("soft_moe", "soft"):
             why = "Soft MoE mixes all tokens of a sequence, so a decoder with it is not causal"
             raise InvalidValueError(f"{name} has {kind!r}: {why}; use moe, or an encoder")
+        check_choice(kind, name, KINDS)
+
+
+def _check_kind(kind: Any, name: str) -> None:
+    if kind is not None:
         check_choice(kind, name, KINDS)
 
 
@@ -70,19 +75,30 @@ class ModelConfig(Options):
     pattern: str = option(
         "dense",
         "kinds of layers, separated by commas and repeated: dense, mod (Mixture-of-Depths), moe (experts as "
-        "feed-forward), mode (Mixture-of-Depths around a layer with experts), random (tokens taken by chance: what mod "
-        "is to be compared with)",
+        "feed-forward, chosen by tokens), mode (integrated MoDE: experts choose, and a token may get none), mode_staged "
+        "(Mixture-of-Depths around a moe layer), random (tokens taken by chance: what mod is to be compared with)",
         check_pattern,
     )
-    capacity: float = option(0.125, "share of the tokens that go through a mod, mode or random layer", check_capacity)
+    first: str | None = option(None, "kind of the first layer, in place of the pattern's", _check_kind)
+    capacity: float = option(0.125, "share of the tokens in a mod, mode_staged or random layer", check_capacity)
     gate: str = choice("one_plus_tanh", GATE_NAMES, "what a routed row is multiplied by")
     rule: str = choice("predictor", RULE_NAMES, "how a token is routed causally")
-    experts: int = count(8, "experts of a moe or mode layer", maximum=2**14)
-    top_k: int = count(2, "experts each token uses", maximum=2**14)
-    null_experts: int = count(0, "experts that compute nothing (integrated MoDE)", minimum=0, maximum=2**14)
+    experts: int = count(8, "experts of a moe, mode or mode_staged layer", maximum=2**14)
+    top_k: int = count(2, "experts each token uses; on average, where experts choose", maximum=2**14)
+    pool: str = choice("batch", ("batch", "sequence"), "what experts choose their tokens out of")
+    expert_gate: str | None = choice(
+        None, ("softmax", "sigmoid"), "what an expert's row is multiplied by; sigmoid in mode layers, else softmax"
+    )
+    choice: str = choice("experts", ("experts", "tokens"), "who chooses in a mode layer")
+    null_experts: int = count(0, "experts that compute nothing, for tokens to choose", minimum=0, maximum=2**14)
     shared_experts: int = count(0, "experts that every token uses", minimum=0, maximum=2**8)
-    expert_hidden: int | None = count(None, "width of each expert; hidden unless given", maximum=2**20)
+    expert_hidden: int | None = count(
+        None, "width of each expert; unless given, so that a token costs what a dense feed-forward does", maximum=2**20
+    )
     qk_norm: bool = option(False, "normalise queries and keys")
+    key_shift: bool = option(False, "take half of each key from the token before")
+    embed_norm: bool = option(False, "normalise the embedding")
+    router_norm: bool = option(False, "let routers of whole layers read normalised tokens")
     tied: bool = option(True, "use the embedding as the head")
     rope_base: float = number(10_000.0, "(0, inf)", "base of the rotary positions")
     head_dim: int | None = count(None, "width of a head; dim / heads unless given", maximum=2**16)
@@ -90,6 +106,10 @@ class ModelConfig(Options):
 
     def check_together(self) -> None:
         check_count(self.top_k, "top_k", maximum=self.experts)
+        if self.null_experts and "mode" in self.kinds and self.choice == "experts":
+            raise InvalidValueError(f"null_experts is {self.null_experts}: they are for --model.choice tokens")
+        if self.key_shift and self.head_size % 4:
+            raise InvalidValueError(f"the head size is {self.head_size}: key_shift needs a multiple of 4; change it")
         if self.head_size % 2:
             what = "dim / heads" if self.head_dim is None else "head_dim"
             raise InvalidValueError(f"{what} is {self.head_size}: rotary positions need an even head size; change it")
@@ -102,12 +122,18 @@ class ModelConfig(Options):
     @property
     def kinds(self) -> tuple[str, ...]:
         cycle = self.pattern.split(",")
-        return tuple(cycle[i % len(cycle)] for i in range(self.layers))
+        kinds = tuple(cycle[i % len(cycle)] for i in range(self.layers))
+        return kinds if self.first is None else (self.first, *kinds[1:])
 
     @property
     def routed(self) -> tuple[int, ...]:
         """The layers, counted from 0, that only some tokens go through."""
         return tuple(i for i, kind in enumerate(self.kinds) if kind in ROUTED_KINDS)
+
+
+def experts_choose(config: ModelConfig, kind: str) -> bool | None:
+    """Whether experts choose tokens in a layer of this kind, or tokens experts; None: it has no experts."""
+    return (kind == "mode" and config.choice == "experts") if kind in EXPERT_KINDS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +153,9 @@ class RunConfig(Options):
     router_lr: float = number(1.0, "(0, inf)", "times lr, for the routers")
     weight_decay: float = number(0.1, "[0, 1)", "decay of the matrices")
     warmup: int = count(100, "steps until lr is reached", minimum=0)
-    schedule: str = choice("cosine", ("cosine", "wsd"), "cosine, or wsd: constant, then linear over the last fifth")
+    schedule: str = choice(
+        "cosine", ("cosine", "linear", "wsd"), "cosine, linear, or wsd: constant, then linear over the last fifth"
+    )
     schedule_steps: int | None = count(
         None, "steps the schedule is made for, so that longer runs begin as shorter ones do; steps unless given"
     )

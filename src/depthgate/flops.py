@@ -3,13 +3,14 @@
 A FLOP is a multiply or an add of a matrix product, as torch's FlopCounterMode counts with attention written out: a
 causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice of
 one document a sequence; the empty slots that packed documents need (at most one less than there are) are not counted.
+Experts that choose out of a batch are counted as if each sequence were one.
 """
 
 import math
 from collections import Counter
 from dataclasses import dataclass
 
-from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig, experts_choose
 
 SLACK = 1e-8  # of a token: 0.29 * 100 is 28.999999999999996 in floating point, and means 29
 
@@ -34,8 +35,8 @@ class Cost:
     """Weights used, and FLOPs of one sequence: forward, and forward with backward."""
 
     parameters: int = 0
-    forward: int = 0
-    training: int = 0
+    forward: float = 0
+    training: float = 0
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(self.parameters + other.parameters, self.forward + other.forward, self.training + other.training)
@@ -44,13 +45,13 @@ class Cost:
         return Cost(self.parameters * times, self.forward * times, self.training * times)
 
 
-def _linear(rows: int, inputs: int, outputs: int, *, bias: bool = False, input_gradient: bool = True) -> Cost:
+def _linear(rows: float, inputs: int, outputs: int, *, bias: bool = False, input_gradient: bool = True) -> Cost:
     """A product with a matrix of weights; each gradient costs as much as the product itself."""
     forward = 2 * rows * inputs * outputs
     return Cost(inputs * outputs + bias * outputs, forward, forward * (3 if input_gradient else 2))
 
 
-def _swiglu(config: ModelConfig, rows: int, hidden: int) -> Cost:
+def _swiglu(config: ModelConfig, rows: float, hidden: int) -> Cost:
     return _linear(rows, config.dim, 2 * hidden) + _linear(rows, hidden, config.dim)
 
 
@@ -63,16 +64,25 @@ def _attention(config: ModelConfig, rows: int) -> Cost:
     return cost + Cost(0, 2 * scores, 3 * 2 * scores) + norms
 
 
-def _feed_forward(config: ModelConfig, rows: int, with_experts: bool) -> Cost:
+def expert_hidden(config: ModelConfig) -> int:
+    """The width of an expert: as given, or that at which the experts of a token, shared ones included, cost what a
+    dense feed-forward does; a multiple of 8."""
     hidden = config.hidden or swiglu_hidden(config.dim)
-    if not with_experts:
-        return _swiglu(config, rows, hidden)
-    hidden = config.expert_hidden or hidden
-    router = _linear(rows, config.dim, config.experts + config.null_experts)
-    # Every choice counted as computed: how many go to null experts is up to the router.
-    used = _swiglu(config, rows * config.top_k, hidden)
-    shared = _swiglu(config, rows, config.shared_experts * hidden)
-    return router + shared + Cost(used.parameters * config.experts, used.forward, used.training)
+    return config.expert_hidden or max(8, round(hidden / (config.top_k + config.shared_experts) / 8) * 8)
+
+
+def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float | None) -> Cost:
+    if kind not in EXPERT_KINDS:
+        return _swiglu(config, rows, config.hidden or swiglu_hidden(config.dim))
+    hidden, experts, null = expert_hidden(config), config.experts, config.null_experts
+    if experts_choose(config, kind):
+        used: float = experts * budget(config.top_k / experts, rows)
+    else:
+        share = experts / (experts + null) if expert_share is None else expert_share
+        used = rows * config.top_k * share
+    router = _linear(rows, config.dim, experts + null, bias=bool(experts_choose(config, kind)))
+    shared, each = _swiglu(config, rows, config.shared_experts * hidden), _swiglu(config, used, hidden)
+    return router + shared + Cost(each.parameters * experts, each.forward, each.training)
 
 
 def _router(config: ModelConfig, tokens: int) -> Cost:
@@ -85,21 +95,22 @@ def _router(config: ModelConfig, tokens: int) -> Cost:
     return cost
 
 
-def layer_cost(config: ModelConfig, kind: str, tokens: int) -> Cost:
-    """One layer of a kind over one sequence of `tokens` tokens."""
+def layer_cost(config: ModelConfig, kind: str, tokens: int, expert_share: float | None = None) -> Cost:
+    """One layer of a kind over one sequence of `tokens` tokens. expert_share: of the choices that tokens make, those of
+    experts that are not null; unless given, null ones are chosen as often as the others."""
     routed = kind in ROUTED_KINDS
     rows = budget(config.capacity, tokens) if routed else tokens
-    cost = _attention(config, rows) + _feed_forward(config, rows, kind in EXPERT_KINDS) + Cost(2 * config.dim)
+    cost = _attention(config, rows) + _feed_forward(config, rows, kind, expert_share) + Cost(2 * config.dim)
     return cost + _router(config, tokens) if routed and kind != "random" else cost
 
 
-def model_cost(config: ModelConfig, tokens: int) -> Cost:
+def model_cost(config: ModelConfig, tokens: int, expert_share: float | None = None) -> Cost:
     """The whole model over one sequence, head included."""
     cost = Cost(config.vocab * config.dim + config.dim)  # embedding and final norm
     head = _linear(tokens, config.dim, config.vocab)
     cost += Cost(0, head.forward, head.training) if config.tied else head
     for kind, layers in Counter(config.kinds).items():
-        cost += layer_cost(config, kind, tokens) * layers
+        cost += layer_cost(config, kind, tokens, expert_share) * layers
     return cost
 
 
@@ -108,13 +119,13 @@ def parameters(config: ModelConfig) -> int:
     return model_cost(config, 1).parameters
 
 
-def forward_flops(config: ModelConfig, tokens: int | None = None) -> float:
-    """Forward FLOPs a token, in a sequence of `tokens`."""
+def forward_flops(config: ModelConfig, tokens: int | None = None, expert_share: float | None = None) -> float:
+    """Forward FLOPs a token, in a sequence of `tokens`; see `layer_cost`."""
     tokens = tokens or config.context
-    return model_cost(config, tokens).forward / tokens
+    return model_cost(config, tokens, expert_share).forward / tokens
 
 
-def training_flops(config: ModelConfig, tokens: int | None = None) -> float:
-    """Forward and backward FLOPs a token, in a sequence of `tokens`."""
+def training_flops(config: ModelConfig, tokens: int | None = None, expert_share: float | None = None) -> float:
+    """Forward and backward FLOPs a token, in a sequence of `tokens`; see `layer_cost`."""
     tokens = tokens or config.context
-    return model_cost(config, tokens).training / tokens
+    return model_cost(config, tokens, expert_share).training / tokens

@@ -14,10 +14,10 @@ import torch
 from depthgate.checkpoint import store as checkpoint
 from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, check_fit
 from depthgate.checkpoint.tensors import damaged
-from depthgate.config import ModelConfig
+from depthgate.config import EXPERT_KINDS, ModelConfig
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.flops import parameters
+from depthgate.flops import parameters, swiglu_hidden
 from depthgate.model import Decoder
 
 if TYPE_CHECKING:
@@ -25,7 +25,13 @@ if TYPE_CHECKING:
     from depthgate.hf.adapter import HFLanguageModel
 
 _LARGEST_CONFIG = 2**24  # bytes that are looked at
-_LATER = ("head_dim", "norm_eps")  # values of a model that runs of older versions do not name
+# Values of a model that runs of older versions do not name, and what they were.
+_LATER: dict[str, Any] = {
+    **dict.fromkeys(("head_dim", "norm_eps", "first", "expert_gate")),
+    **dict.fromkeys(("key_shift", "embed_norm", "router_norm"), False),
+    "choice": "experts",  # read by no layer of that time
+    "pool": "batch",
+}
 
 
 class LoadedDecoder(Decoder):
@@ -119,14 +125,28 @@ def load(path: str | Path) -> LoadedDecoder:
 
 def model_config(config: dict[str, Any], path: Path) -> ModelConfig:
     """The model's part of a run's configuration. Unknown and missing keys and wrong values are refused."""
-    section = config.get("model")
-    given = {**dict.fromkeys(_LATER), **section} if isinstance(section, dict) else {}
+    given = as_written_now(config)["model"]
     if wrong := given.keys() ^ {field.name for field in fields(ModelConfig)}:
         raise damaged(path / CONFIG, f"has wrong or missing keys ({', '.join(sorted(wrong))[:200]})")
     try:
         return ModelConfig(**given)
     except DepthgateError as error:
         raise damaged(path / CONFIG, f"does not name a model ({error})") from None
+
+
+def as_written_now(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration as this version writes it: what older versions did not name is what it was then."""
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return {**config, "model": {}}
+    if "choice" in model or not isinstance(model.get("pattern"), str) or not isinstance(model.get("dim"), int):
+        return config
+    kinds = model["pattern"].split(",")  # mode was the staged kind, and experts as wide as a dense feed-forward
+    pattern = ",".join("mode_staged" if kind == "mode" else kind for kind in kinds)
+    wide = model.get("expert_hidden")
+    if {*kinds} & {*EXPERT_KINDS}:
+        wide = wide or model.get("hidden") or swiglu_hidden(model["dim"])
+    return {**config, "model": {**_LATER, **model, "pattern": pattern, "expert_hidden": wide}}
 
 
 def _tokenizer(folder: Path, vocab: int, known: Any) -> TextTokenizer:

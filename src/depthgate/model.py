@@ -1,15 +1,17 @@
 """The decoder language model: a pattern of layers, the residual loop, the head."""
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig, experts_choose
 from depthgate.errors import InvalidValueError
-from depthgate.flops import swiglu_hidden
+from depthgate.flops import expert_hidden, swiglu_hidden
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
@@ -26,7 +28,6 @@ class Output(NamedTuple):
 def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = False) -> nn.Module:
     """One layer of a kind, as an Update. scores_have_no_loss: see TopTokens."""
     dim = config.dim
-    hidden = config.hidden or swiglu_hidden(dim)
     attention = Attention(
         dim,
         config.heads,
@@ -35,25 +36,35 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
         rope_base=config.rope_base,
         head_dim=config.head_dim,
         norm_eps=config.norm_eps,
+        key_shift=config.key_shift,
     )
     ffn: nn.Module
     if kind in EXPERT_KINDS:
+        choose = experts_choose(config, kind)
         ffn = MoE(
             dim,
             config.experts,
             config.top_k,
-            null_experts=config.null_experts,
-            hidden=config.expert_hidden or hidden,
+            "experts" if choose else "tokens",
+            config.null_experts,
+            hidden=expert_hidden(config),
             shared_experts=config.shared_experts,
+            pool=config.pool if choose else None,
+            gate=config.expert_gate or ("sigmoid" if kind == "mode" else "softmax"),
         )
     else:
-        ffn = SwiGLU(dim, hidden)
+        ffn = SwiGLU(dim, config.hidden or swiglu_hidden(dim))
     block = Block(dim, attention, ffn, norm_eps=config.norm_eps)
     if kind == "random":
         return MoD(block, TopTokens(dim, config.capacity, gate=torch.ones_like, scorer=RandomScorer()))
     if kind in ROUTED_KINDS:
         router = TopTokens(
-            dim, config.capacity, gate=config.gate, rule=config.rule, scores_have_no_loss=scores_have_no_loss
+            dim,
+            config.capacity,
+            gate=config.gate,
+            rule=config.rule,
+            scores_have_no_loss=scores_have_no_loss,
+            normed=config.router_norm,
         )
         return MoD(block, router)
     return block
@@ -77,13 +88,14 @@ class Decoder(nn.Module):
         if not isinstance(config, ModelConfig):
             raise InvalidValueError(f"config is {config!r}: it must be a ModelConfig, or use Decoder.from_preset(name)")
         self.config = config
+        seed = int(torch.randint(2**62, (), device="cpu"))  # before the layers draw anything
         self.embed = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(build_layer(config, kind, scores_have_no_loss) for kind in config.kinds)
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.head = nn.Linear(config.dim, config.vocab, bias=False)
         if config.tied:
             self.head.weight = self.embed.weight
-        self.reset_parameters()
+        self.reset_parameters(seed)
 
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
@@ -92,16 +104,18 @@ class Decoder(nn.Module):
 
         return cls(replace(train_config(name).model, **changes))
 
-    def reset_parameters(self) -> None:
-        """Normal weights of 0.02; those that write into the residual smaller, so that depth does not add up."""
-        nn.init.normal_(self.embed.weight, std=0.02)
-        if not self.config.tied:
-            nn.init.normal_(self.head.weight, std=0.02)
-        for name, weight in self.layers.named_parameters():
-            if weight.ndim < 2 or "router" in name:
+    def reset_parameters(self, seed: int) -> None:
+        """Normal weights of 0.02; those that write into the residual smaller, so that the layers a token visits do not
+        add up. A weight's values depend on the seed, its name and its shape alone: models that differ elsewhere start
+        alike."""
+        config = self.config
+        visited = sum(config.capacity if kind in ROUTED_KINDS else 1.0 for kind in config.kinds)
+        for name, weight in self.named_parameters():
+            if weight.ndim < 2 or weight.is_meta or "router.rule" in name:
                 continue
             writes = name.endswith(("out.weight", "down.weight", "down"))
-            nn.init.normal_(weight, std=0.02 / (2 * self.config.layers) ** 0.5 if writes else 0.02)
+            random = torch.Generator(weight.device).manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
+            nn.init.normal_(weight, std=0.02 / (2 * visited) ** 0.5 if writes else 0.02, generator=random)
 
     def hidden(
         self,
@@ -115,6 +129,8 @@ class Decoder(nn.Module):
         """The input of the head (B, T, D), and the plans of all routed layers."""
         self._check(tokens)
         x = self.embed(tokens)
+        if self.config.embed_norm:
+            x = F.rms_norm(x, x.shape[-1:])
         plain = pos is None and doc is None and caches is None
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)

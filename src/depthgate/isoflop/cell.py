@@ -107,6 +107,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     about, last, shares = machine(training.device), metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
+    computed = fmean(found["expert_share"]) if found["expert_share"] else None
     return {
         "loss": found["nats_per_token_top_k"],
         "loss_causal": found["nats_per_token"],
@@ -115,7 +116,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         "train_loss": last["loss"],
         "flops": last["flops"],
         "passes": last["tokens"] / len(shards.train),
-        "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken)),
+        "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken), expert_share=computed),
         "seconds": last["seconds"],
         "routed_share": shares,
         "agreement": found["agreement"],

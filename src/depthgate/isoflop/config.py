@@ -10,7 +10,6 @@ from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number
-from depthgate.flops import swiglu_hidden
 from depthgate.options import DEVICES, Options, choice, count, number, option, switch
 from depthgate.presets import PRESETS, train_config
 
@@ -48,8 +47,6 @@ class Variant:
         share = sum(self.model.get("capacity", 1.0) if kind in ROUTED_KINDS else 1.0 for kind in pattern) / len(pattern)
         depth = round((1.5 + dim / 48) / max(share, 0.5) / len(pattern)) * len(pattern)
         options = {"dim": dim, "layers": max(len(pattern), depth), "heads": _heads(dim), **self.model}
-        if "experts" in self.model and "expert_hidden" not in self.model:  # as many FLOPs as a dense feed-forward
-            options["expert_hidden"] = max(8, swiglu_hidden(dim) // options.get("top_k", 2) // 8 * 8)
         return ModelConfig(**{**options, "vocab": vocab, "context": context})
 
 

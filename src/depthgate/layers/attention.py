@@ -7,8 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count, check_divides, check_number
-from depthgate.ops.attention import cached_attention, can_pack, packed_attention, rope, rotation
-from depthgate.ops.rows import check_per_token, check_tokens, plain_positions
+from depthgate.ops.attention import (
+    cached_attention,
+    can_pack,
+    packed_attention,
+    rope,
+    rotation,
+    token_before,
+    with_half_of,
+)
+from depthgate.ops.rows import check_per_token, check_tokens, plain_positions, take_rows
 
 
 class KeyValues(Protocol):
@@ -33,7 +41,10 @@ class Attention(nn.Module):
         bidirectional: bool = False,
         head_dim: int | None = None,
         norm_eps: float | None = None,
+        key_shift: bool = False,
     ) -> None:
+        """key_shift: half of each key (the slower rotary pairs) is that of the token before, among those the layer is
+        given, so that one layer can look for what followed a token. A document's first token has its own."""
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.heads = check_count(heads, "heads")
@@ -45,6 +56,9 @@ class Attention(nn.Module):
                 f"{'head_dim' if head_dim else 'dim / heads'} is {self.head_dim}: rotary positions need an even head "
                 "size; change it"
             )
+        if key_shift and self.head_dim % 4:
+            raise InvalidValueError(f"the head size is {self.head_dim}: key_shift needs a multiple of 4; change it")
+        self.key_shift = key_shift
         self.rope_base = check_number(rope_base, "rope_base", "(0, inf)")
         self.bidirectional = bidirectional
         self.qkv = nn.Linear(dim, (heads + 2 * self.kv_heads) * self.head_dim, bias=False)
@@ -75,18 +89,34 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).view(B, T, H + 2 * G, d).split((H, G, G), dim=2)
         cos, sin = rotation(pos, d // 2, self.rope_base, torch.promote_types(x.dtype, torch.float32))
         q, k = rope(self.q_norm(q), cos, sin), rope(self.k_norm(k), cos, sin)
+        if self.key_shift and cache is None:
+            k = with_half_of(k, self._before(k, pos, doc, plain, max_documents))
         if doc is not None and max_documents is not None and can_pack(v) and not self.bidirectional:
             y = packed_attention(q, k, v, doc, max_documents)
             return self.out(y.reshape(B, T, H * d))  # type: ignore[no-any-return]
         q, k, v, key_pos = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), pos
         if cache is not None:
             k, v, key_pos = cache.append(k, v, pos)
+            if self.key_shift:  # a row of the cache holds its tokens in order, without padding
+                k = with_half_of(k, torch.cat((k[:, :, :1], k[:, :, :-1]), 2))
             y = cached_attention(q, k, v, self._mask(pos, key_pos, doc))
         else:
             mask = None if plain else self._mask(pos, key_pos, doc)
             causal = plain and not self.bidirectional
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=G != H)
         return self.out(y.transpose(1, 2).reshape(B, T, H * d))  # type: ignore[no-any-return]
+
+    def _before(
+        self, k: Tensor, pos: Tensor, doc: Tensor | None, plain: bool, max_documents: int | None
+    ) -> Tensor:
+        """The keys (B, T, G, d) of the tokens before."""
+        before = torch.cat((k[:, :1], k[:, :-1]), 1)
+        if plain:
+            return before
+        if doc is not None and max_documents is not None:  # no padding stands between two tokens of a document
+            first = torch.cat((torch.ones_like(doc[:, :1], dtype=torch.bool), doc[:, 1:] != doc[:, :-1]), 1)
+            return torch.where(first[..., None, None], k, before)
+        return take_rows(k, token_before(pos, doc))
 
     def _mask(self, query: Tensor, key: Tensor, doc: Tensor | None) -> Tensor:
         """Positions (B, Tq), (B, Tk) -> (B, 1, Tq, Tk), True where a query may look."""

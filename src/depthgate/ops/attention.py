@@ -63,6 +63,24 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
+def with_half_of(k: Tensor, before: Tensor) -> Tensor:
+    """Keys (..., d) whose slower half of the rotary pairs is that of other keys, those of the tokens before."""
+    (fast, _, fast2, _), (_, slow, _, slow2) = k.chunk(4, -1), before.chunk(4, -1)
+    return torch.cat((fast, slow, fast2, slow2), -1)
+
+
+def token_before(pos: Tensor, doc: Tensor | None) -> Tensor:
+    """pos and doc (B, T) -> (B, T): where the token before stands, in the same document, padding left out; the place of
+    the token itself if it is the first."""
+    place = torch.arange(pos.shape[1], device=pos.device).expand_as(pos)
+    last = torch.where(pos >= 0, place, -1).cummax(1).values
+    before = F.pad(last[:, :-1], (1, 0), value=-1)
+    there = before >= 0
+    if doc is not None:
+        there = there & (doc.gather(1, before.clamp(min=0)) == doc)
+    return torch.where(there, before, place)
+
+
 def rotation(pos: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """pos (B, T) -> cos and sin (B, T, 1, half) of pos / base^(i / half)."""
     return _rotation(pos, half, base, dtype, pos.is_cuda and torch.compiler.is_compiling())  # type: ignore[no-any-return]

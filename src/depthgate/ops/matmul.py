@@ -99,10 +99,10 @@ _grouped_mm.register_autograd(_grouped_mm_backward, setup_context=_save)
 _grouped_outer.register_autograd(_grouped_outer_backward, setup_context=_save)
 
 
-@register_flop_formula([torch.ops.depthgate.grouped_mm, torch.ops.depthgate.grouped_outer])
-def _flops(x: list[int], other: list[int], ends: list[int], **_: Any) -> int:  # noqa: ARG001
-    """FLOPs as if every row had an expert: shapes cannot tell how many are skipped."""
-    return 2 * x[0] * x[1] * other[-1]
+@register_flop_formula([torch.ops.depthgate.grouped_mm, torch.ops.depthgate.grouped_outer], get_raw=True)
+def _flops(x: Tensor, other: Tensor, ends: Tensor, **_: Any) -> int:
+    """FLOPs of the rows that have an expert."""
+    return 2 * int(ends[-1]) * x.shape[1] * other.shape[-1]
 
 
 def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:

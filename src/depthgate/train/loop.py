@@ -27,7 +27,8 @@ from depthgate.data.tokenizer import folder_hash, tokenizer_by_name
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
-from depthgate.routing import Groups, Plans, Slots, TopTokens, causal_bce, load_balance, routed_share, z_loss
+from depthgate.layers import MoD
+from depthgate.routing import Groups, Plans, Slots, causal_bce, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
 from depthgate.train.optim import ALONE, Optimizers
 from depthgate.train.parallel import build_decoder, joined, like
@@ -81,8 +82,8 @@ class Pretraining:
     def set_capacity(self, capacity: float) -> None:
         self.capacity = capacity
         for module in self.model.layers.modules():
-            if isinstance(module, TopTokens):
-                module.capacity = capacity
+            if isinstance(module, MoD):
+                module.router.capacity = capacity
 
     def loss(self, rows: Rows) -> tuple[Tensor, Tensor | float, list[Tensor], Plans]:
         mean, plans = self.model.loss(*rows, max_documents=self.config.max_documents)
@@ -102,7 +103,7 @@ def read_plans(plans: Plans, config: TrainConfig) -> tuple[Tensor | float, list[
     for plan in plans:
         if isinstance(plan, Groups):
             total = total + config.z_loss * z_loss(plan) + config.balance_loss * load_balance(plan)
-        if isinstance(plan, Slots) and config.model.rule != "threshold":
+        if isinstance(plan, Slots) and plan.decision.requires_grad:  # not that of a threshold
             total = total + config.rule_loss * causal_bce(plan)
     return total, [routed_share(plan) for plan in plans if isinstance(plan, Slots)]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from depthgate.config import EXPERT_KINDS, RunConfig, TrainConfig
+from depthgate.config import RunConfig, TrainConfig, experts_choose
 from depthgate.device import World
 from depthgate.train.parallel import like
 
@@ -15,9 +15,9 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def capturable(config: TrainConfig, world: World) -> bool:
-    """True if a step can be a CUDA graph: one process, nothing that waits for the device (products of experts in fp32
-    do), and no rate that is a Python number (Muon's is)."""
-    experts = any(kind in EXPERT_KINDS for kind in config.model.kinds)
+    """True if a step can be a CUDA graph: one process, nothing that waits for the device (products of experts that
+    tokens choose do in fp32), and no rate that is a Python number (Muon's is)."""
+    experts = any(experts_choose(config.model, kind) is False for kind in config.model.kinds)
     plain = config.optimizer == "adamw" and (config.dtype == "bfloat16" or not experts)
     return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and plain
 
@@ -67,9 +67,11 @@ def rate(config: RunConfig, step: int) -> float:
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     steps = config.schedule_steps or config.steps
+    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
     if config.schedule == "cosine":
-        done = (step - config.warmup) / max(1, steps - config.warmup)
-        share = 0.5 + 0.5 * math.cos(math.pi * min(1.0, done))
+        share = 0.5 + 0.5 * math.cos(math.pi * done)
+    elif config.schedule == "linear":
+        share = 1.0 - done
     else:
         share = min(1.0, max(0.0, (steps - step) / max(1, steps // 5)))
     return config.lr * (config.lowest_lr + (1 - config.lowest_lr) * share)

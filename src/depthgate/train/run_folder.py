@@ -25,6 +25,7 @@ from depthgate.checkpoint.tensors import damaged, from_json
 from depthgate.config import RunConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.files import handled, replace, write_json
+from depthgate.loading import as_written_now
 
 # Options that may differ when a run goes on: how long, where and how it is computed, not what.
 _FREE = ["steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps"]
@@ -93,7 +94,7 @@ def _check_goes_on(config: RunConfig, resume: bool, path: Path) -> None:
         # That of the checkpoint is compared once it is read.
         warnings.warn(f"{error}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=4)
         return
-    check_same(plain(config), recorded, run)
+    check_same(plain(config), as_written_now(recorded), run)
     if config.schedule_steps is None and recorded.get("steps") != config.steps:
         was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
         warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=4)
@@ -140,7 +141,7 @@ def check_found(
 ) -> None:
     """Refuse a checkpoint that this run cannot have saved, whatever its hashes say. `new` is the state of a new run,
     `held` are the tensors of `model` that a checkpoint holds."""
-    check_same(plain(config), found.config, found.path)
+    check_same(plain(config), as_written_now(found.config), found.path)
     check_state(found, new)
     if found.tensors.keys() != {"model", "optimizer", "rng"}:
         raise damaged(found.path, "does not hold a model, its optimizer and its random numbers")
