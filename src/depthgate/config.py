@@ -106,6 +106,8 @@ class ModelConfig(Options):
 
     def check_together(self) -> None:
         check_count(self.top_k, "top_k", maximum=self.experts)
+        if any(experts_choose(self, kind) for kind in self.kinds):
+            check_count(self.experts, "experts", minimum=2)
         if self.null_experts and "mode" in self.kinds and self.choice == "experts":
             raise InvalidValueError(f"null_experts is {self.null_experts}: they are for --model.choice tokens")
         if self.key_shift and self.head_size % 4:

@@ -75,11 +75,11 @@ def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float
     if kind not in EXPERT_KINDS:
         return _swiglu(config, rows, config.hidden or swiglu_hidden(config.dim))
     hidden, experts, null = expert_hidden(config), config.experts, config.null_experts
-    if experts_choose(config, kind):
-        used: float = experts * budget(config.top_k / experts, rows)
-    else:
-        share = experts / (experts + null) if expert_share is None else expert_share
-        used = rows * config.top_k * share
+    used: float = rows * config.top_k * experts / (experts + null)
+    if expert_share is not None:
+        used = rows * config.top_k * expert_share
+    elif experts_choose(config, kind):
+        used = experts * budget(config.top_k / experts, rows)
     router = _linear(rows, config.dim, experts + null, bias=bool(experts_choose(config, kind)))
     shared, each = _swiglu(config, rows, config.shared_experts * hidden), _swiglu(config, used, hidden)
     return router + shared + Cost(each.parameters * experts, each.forward, each.training)
@@ -96,8 +96,9 @@ def _router(config: ModelConfig, tokens: int) -> Cost:
 
 
 def layer_cost(config: ModelConfig, kind: str, tokens: int, expert_share: float | None = None) -> Cost:
-    """One layer of a kind over one sequence of `tokens` tokens. expert_share: of the choices that tokens make, those of
-    experts that are not null; unless given, null ones are chosen as often as the others."""
+    """One layer of a kind over one sequence of `tokens` tokens. expert_share: the experts that compute a token, on
+    average, over `top_k`; unless given, all that choose have their share of tokens, and of those that are chosen null
+    ones are chosen as often as the others."""
     routed = kind in ROUTED_KINDS
     rows = budget(config.capacity, tokens) if routed else tokens
     cost = _attention(config, rows) + _feed_forward(config, rows, kind, expert_share) + Cost(2 * config.dim)

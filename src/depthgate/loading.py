@@ -139,14 +139,13 @@ def as_written_now(config: dict[str, Any]) -> dict[str, Any]:
     model = config.get("model")
     if not isinstance(model, dict):
         return {**config, "model": {}}
-    if "choice" in model or not isinstance(model.get("pattern"), str) or not isinstance(model.get("dim"), int):
-        return config
-    kinds = model["pattern"].split(",")  # mode was the staged kind, and experts as wide as a dense feed-forward
-    pattern = ",".join("mode_staged" if kind == "mode" else kind for kind in kinds)
-    wide = model.get("expert_hidden")
-    if {*kinds} & {*EXPERT_KINDS}:
-        wide = wide or model.get("hidden") or swiglu_hidden(model["dim"])
-    return {**config, "model": {**_LATER, **model, "pattern": pattern, "expert_hidden": wide}}
+    pattern, dim, changed = model.get("pattern"), model.get("dim"), dict[str, Any]()
+    if "choice" not in model and isinstance(pattern, str) and isinstance(dim, int):
+        kinds = pattern.split(",")  # mode was the staged kind, and experts as wide as a dense feed-forward
+        changed["pattern"] = ",".join("mode_staged" if kind == "mode" else kind for kind in kinds)
+        if {*kinds} & {*EXPERT_KINDS}:
+            changed["expert_hidden"] = model.get("expert_hidden") or model.get("hidden") or swiglu_hidden(dim)
+    return {**config, "model": {**_LATER, **model, **changed}}
 
 
 def _tokenizer(folder: Path, vocab: int, known: Any) -> TextTokenizer:

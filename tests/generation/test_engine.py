@@ -16,7 +16,7 @@ from depthgate.generation.text import read_prompts
 from tests.conftest import close
 from tests.generation.models import VOCAB, built, prompts, said
 
-PATTERNS = ("dense", "dense,mod", "mod,moe", "dense,mode")
+PATTERNS = ("dense", "dense,mod", "mod,moe", "dense,mode_staged", "mod,mode")
 RULES = ("scores", "predictor", "threshold")
 CASES = [("dense", "scores"), ("dense,random", "scores"), *product(PATTERNS[1:], RULES)]
 

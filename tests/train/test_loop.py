@@ -23,7 +23,12 @@ OPTIONS = {
     "muon, wsd": ["--optimizer=muon", "--schedule=wsd", "--schedule_steps=12"],
     "threshold": ["--model.rule=threshold"],
     "scores, capacity schedule": ["--model.rule=scores", "--capacity_steps=8"],
-    "mode": ["--model.pattern=dense,mode", "--model.experts=4", "--model.null_experts=1"],
+    "mode_staged": ["--model.pattern=dense,mode_staged", "--model.experts=4", "--model.null_experts=1"],
+    "mode, linear": ["--model.pattern=dense,mode", "--model.experts=4", "--schedule=linear", "--lowest_lr=0"],
+    "mode by tokens": [
+        *("--model.pattern=mod,mode", "--model.experts=4", "--model.choice=tokens", "--model.null_experts=1"),
+        *("--model.key_shift=true", "--model.embed_norm=true", "--model.router_norm=true"),
+    ],
     "bfloat16": ["--dtype=bfloat16"],
 }
 
@@ -174,22 +179,22 @@ def test_no_document_is_left_out_unless_asked(tmp_path):
     assert rows(tmp_path / "all")[0]["loss"] != rows(tmp_path / "few")[0]["loss"]
 
 
-@pytest.mark.parametrize("pattern", ["dense,mod", "dense,mode", "mod,moe"])
+@pytest.mark.parametrize("pattern", ["dense,mod", "dense,mode_staged", "mod,moe", "mod,mode"])
 def test_eval_says_the_same_for_any_batch(tmp_path, data, capsys, pattern):
     """Shares and agreement are of all tokens, and have one number for each Mixture-of-Depths layer."""
-    assert (
-        train(tmp_path / "a", data, 6, f"--model.pattern={pattern}", "--model.experts=4", "--model.null_experts=1") == 0
-    )
+    null = f"--model.null_experts={int(pattern != 'mod,mode')}"
+    assert train(tmp_path / "a", data, 6, f"--model.pattern={pattern}", "--model.experts=4", null) == 0
     capsys.readouterr()
     found = []
     for batch in ("1", "3", "64"):
         assert main(["eval", "--model", str(tmp_path / "a"), "--data", data, "--batch", batch, "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out))
-    for key in ("agreement", "routed_share", "expert_share", "nats_per_token", "bits_per_byte"):
+    for key in ("agreement", "routed_share", "expert_share", "experts_per_token", "nats_per_token", "bits_per_byte"):
         for other in found[1:]:
             assert other[key] == pytest.approx(found[0][key], rel=1e-5)
     assert len(found[0]["routed_share"]) == len(found[0]["agreement"]) == 1
-    assert len(found[0]["expert_share"]) == (pattern != "dense,mod")
+    assert len(found[0]["expert_share"]) == (pattern in ("dense,mode_staged", "mod,moe"))
+    assert len(found[0]["experts_per_token"]) == (pattern in ("mod,moe", "mod,mode"))
 
 
 def test_eval_on_what_was_held_out(tmp_path, data, capsys):

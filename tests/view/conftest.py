@@ -25,7 +25,7 @@ def runs(tmp_path_factory):
         assert train(folder / "mod", data, 5, *routed) == 0
         assert train(folder / "mod", data, 12, *routed, "--resume") == 0
         experts = ("--model.experts=4", "--model.null_experts=2", "--model.capacity=0.5", "--model.rule=scores")
-        assert train(folder / "mode", data, 6, "--model.pattern=moe,mode", *experts) == 0
+        assert train(folder / "mode", data, 6, "--model.pattern=moe,mode_staged", *experts) == 0
         yield folder
 
 

@@ -27,7 +27,7 @@ def test_load_and_null_share_by_hand():
 
 
 def test_experts_of_a_model_are_those_of_its_plans(runs):
-    """Layer 0 is moe, layer 1 is mode: there the experts see the tokens that enter, and no others."""
+    """Layer 0 is moe, layer 1 is mode_staged: there the experts see the tokens that enter, and no others."""
     model = dg.load(runs / "mode")
     ids = model.tokenizer.encode(TEXT)[:32]
     found = read(model, ids)
@@ -51,7 +51,7 @@ def test_experts_of_a_model_are_those_of_its_plans(runs):
 def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
     """A text so short that the layer routes none of its tokens has no plan of its experts."""
     config = dg.ModelConfig(
-        **{"vocab": 257, "dim": 16, "layers": 2, "heads": 2, "context": 8, "pattern": "moe,mode"},
+        **{"vocab": 257, "dim": 16, "layers": 2, "heads": 2, "context": 8, "pattern": "moe,mode_staged"},
         **{"experts": 4, "null_experts": 2, "capacity": 0.25},
     )
     plans = dg.Decoder(config)(torch.tensor([[1]])).plans

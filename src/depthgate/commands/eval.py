@@ -59,6 +59,6 @@ def run(config: EvalConfig, as_json: bool) -> None:
         title = f"{config.model} on {config.data}: {figures['tokens']:,} tokens"
         print_table(("decision", "nats/token", "bits/byte"), rows, title)
         print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
-        for name in ("routed_share", "agreement", "expert_share"):
+        for name in ("routed_share", "agreement", "expert_share", "experts_per_token"):
             if figures[name]:
                 print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{value:.3f}' for value in figures[name])}")

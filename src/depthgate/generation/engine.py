@@ -19,7 +19,7 @@ from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import check_logits, pick, uniform
 from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts, tokenizer_of
 from depthgate.model import Decoder
-from depthgate.routing import Slots
+from depthgate.routing import depth_plans
 
 
 class Pass(NamedTuple):
@@ -74,7 +74,7 @@ class Engine:
         try:
             for ids, places in torch.split(known, self.chunk if self.cached else known.shape[2], 2):
                 x, plans = self.model.hidden(ids, places, causal=True, caches=self.caches or None)
-                chosen = [plan.chosen[..., 0] for plan in plans if isinstance(plan, Slots)]
+                chosen = [plan.chosen[..., 0] for plan in depth_plans(plans)]
                 entered.append(torch.stack(chosen) if chosen else places.new_zeros(0, *places.shape, dtype=torch.bool))
         except BaseException:  # also Ctrl-C: an interrupted pass leaves nothing behind
             for layer in self.caches:

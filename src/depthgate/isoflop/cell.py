@@ -107,7 +107,8 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     about, last, shares = machine(training.device), metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
-    computed = fmean(found["expert_share"]) if found["expert_share"] else None
+    used = found["experts_per_token"]
+    computed = fmean(used) / model.config.top_k if used else None
     return {
         "loss": found["nats_per_token_top_k"],
         "loss_causal": found["nats_per_token"],

@@ -11,7 +11,7 @@ from depthgate.routing.losses import (
     routed_share,
     z_loss,
 )
-from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
+from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft, depth_plans
 from depthgate.routing.routers import RandomScorer, SoftSlots, TopExperts, TopTokens, update_thresholds
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "TopTokens",
     "agreement",
     "causal_bce",
+    "depth_plans",
     "has_nan",
     "load_balance",
     "one_plus_tanh",

@@ -8,6 +8,7 @@ A plan is an immutable tuple of tensors with two methods: `dispatch(x)` takes to
     Soft    every slot is a weighted mean of all tokens: Soft MoE                    rows (B, E, C, ...)
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -132,6 +133,11 @@ class Slots(NamedTuple):
         return self._pooled(none).scatter(1, self.tokens.mT, filled.mT).view_as(none)
 
     @property
+    def of_experts(self) -> bool:
+        """True if several experts choose tokens: one alone is a whole layer, as in Mixture-of-Depths."""
+        return self.scores.shape[-1] > 1
+
+    @property
     def causal_choice(self) -> Tensor:
         """(B, T, E) bool: the tokens a causal pass would route, by the rule or because they are kept."""
         wanted = self.decision >= 0 if self.keep is None else (self.decision >= 0) | self.keep[..., None]
@@ -216,3 +222,8 @@ def _summary(kind: str, what: str, routed: Tensor, valid: Tensor | None) -> str:
 
 Plan = Slots | Groups | Soft
 Plans = tuple[Plan, ...]  # those of one pass, in the order of the layers
+
+
+def depth_plans(plans: Sequence[Plan]) -> list[Slots]:
+    """The plans of layers that tokens go through or skip, of Mixture-of-Depths."""
+    return [plan for plan in plans if isinstance(plan, Slots) and not plan.of_experts]

@@ -12,7 +12,7 @@ from depthgate.data.token_file import Documents
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError
 from depthgate.loading import LanguageModel
-from depthgate.routing import Groups, Slots
+from depthgate.routing import Groups, Plan, Slots, depth_plans
 
 
 @torch.no_grad()
@@ -21,7 +21,7 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
     some with about `most` tokens, spread evenly."""
     nats = {True: 0.0, False: 0.0}
     targets = size = 0
-    sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "expert_share"), 0)
+    sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "expert_share", "experts_per_token"), 0)
     for rows in validation_rows(documents, model.context, batch, most):
         tokens, wanted, pos, doc = (t.to(model.device) for t in rows)
         count = int((wanted >= 0).sum())
@@ -31,9 +31,12 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
         for causal in (True, False):
             loss, plans = model.loss(tokens, wanted, pos, doc, causal=causal)
             nats[causal] += loss.item() * count
-            slots = [plan for plan in plans if isinstance(plan, Slots)]
+            slots = depth_plans(plans)
             if causal:
                 sums["routed_share"] += _counts((p.chosen & inside, inside) for p in slots)
+                # Within a staged layer experts see other tokens than those of the text.
+                used = [] if "mode_staged" in model.kinds else [u for u in map(_of_experts, plans) if u is not None]
+                sums["experts_per_token"] += _counts((each & inside, inside) for each in used)
                 continue
             both = ((p.causal_choice & inside, p.chosen & inside) for p in slots)
             sums["agreement"] += _counts((one & other, one | other) for one, other in both)
@@ -55,6 +58,13 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
         "bits_per_byte_top_k": nats[False] / math.log(2) / size,
         **{name: [part / all_ if all_ else 1.0 for part, all_ in layers.tolist()] for name, layers in sums.items()},
     }
+
+
+def _of_experts(plan: Plan) -> Tensor | None:
+    """The experts (B, T, ...) that compute each token; None of a plan without experts."""
+    if isinstance(plan, Groups):
+        return plan.computed
+    return plan.chosen if isinstance(plan, Slots) and plan.of_experts else None
 
 
 def _counts(layers: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

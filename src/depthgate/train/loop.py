@@ -28,7 +28,7 @@ from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.layers import MoD
-from depthgate.routing import Groups, Plans, Slots, causal_bce, load_balance, routed_share, z_loss
+from depthgate.routing import Groups, Plans, Slots, causal_bce, depth_plans, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
 from depthgate.train.optim import ALONE, Optimizers
 from depthgate.train.parallel import build_decoder, joined, like
@@ -105,7 +105,7 @@ def read_plans(plans: Plans, config: TrainConfig) -> tuple[Tensor | float, list[
             total = total + config.z_loss * z_loss(plan) + config.balance_loss * load_balance(plan)
         if isinstance(plan, Slots) and plan.decision.requires_grad:  # not that of a threshold
             total = total + config.rule_loss * causal_bce(plan)
-    return total, [routed_share(plan) for plan in plans if isinstance(plan, Slots)]
+    return total, [routed_share(plan) for plan in depth_plans(plans)]
 
 
 class Loop:

@@ -16,7 +16,7 @@ from depthgate.data.batches import windows
 from depthgate.data.token_file import Documents
 from depthgate.errors import DepthgateError, InvalidValueError, check_count, warn_once
 from depthgate.loading import LanguageModel
-from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft
+from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft, depth_plans
 
 SHARES = ("routed_share", "top_k_share", "decided_alike", "rule_accuracy")
 Grid = tuple[int, int]  # rows and columns of an image's patches
@@ -125,7 +125,7 @@ class Decisions:
     def add(self, tokens: Sequence[str], losses: Sequence[float], causal: Plans, top_k: Plans, row: int) -> None:
         """Take in more tokens: the plans of a causal pass and of one by the top k over them, in a row of the batch.
         Padding is left out."""
-        mine, best = ([plan for plan in plans if isinstance(plan, Slots)] for plans in (causal, top_k))
+        mine, best = (depth_plans(plans) for plans in (causal, top_k))
         kept = _kept(mine[0].valid if mine else None, row, len(tokens))
         self.tokens.extend(compress(tokens, kept))
         self.losses.extend(compress(losses, kept))
@@ -181,17 +181,17 @@ def read(model: LanguageModel, ids: Sequence[int]) -> Decisions:
 
 
 def expert_choices(kinds: Sequence[str], plans: Sequence[Plan], tokens: int) -> Iterator[list[list[int]]]:
-    """The experts of each token, for one layer with experts after another. Within a mode layer the experts see only
+    """The experts of each token, for one layer with experts after another. In a mode_staged layer the experts see only
     the tokens that enter it; where it has room for none there is no plan of its experts."""
     left = iter(plans)
     for kind in kinds:
         entering: Sequence[int] = range(tokens)
         plan = next(left) if kind != "dense" else None
-        if isinstance(plan, Slots):
+        if kind in ROUTED_KINDS and isinstance(plan, Slots):
             entering = plan.chosen[0, :, 0].nonzero()[:, 0].tolist()
-            plan = next(left) if kind == "mode" and plan.tokens.shape[-1] else None
+            plan = next(left) if kind == "mode_staged" and plan.tokens.shape[-1] else None
         if kind in EXPERT_KINDS:
-            picked = _choices(plan, 0) if isinstance(plan, Groups) else []
+            picked = _choices(plan, 0) if isinstance(plan, Groups | Slots) else []
             found = dict(zip(entering, picked, strict=False))  # slots that are not filled come last
             yield [found.get(token, []) for token in range(tokens)]
 
@@ -231,7 +231,7 @@ def plan_decisions(
         whole = row < len(plan.scores) and (outer is None or len(plan.scores) == len(outer.scores))
         if whole and isinstance(plan, Soft) and (held := _slot_layer(name, plan, outer, row, length)):
             slots.append(held)
-        elif whole and (isinstance(plan, Groups) or (isinstance(plan, Slots) and plan.tokens.shape[1] > 1)):
+        elif whole and (isinstance(plan, Groups) or (isinstance(plan, Slots) and plan.of_experts)):
             many = plan.ends.shape[0] if isinstance(plan, Groups) else plan.tokens.shape[1]
             experts.append(ExpertLayer(name, many, plan.scores.shape[-1] - many, _choices(plan, row)))
         elif whole and isinstance(plan, Slots) and plan.scores.shape[1] == length:
