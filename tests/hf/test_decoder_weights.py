@@ -33,7 +33,7 @@ configs = pytest.mark.parametrize("name", CONFIGS)
 
 def decoder(name: str) -> dg.Decoder:
     """Large random weights, so that every part has a say, and routes that differ from row to row."""
-    torch.manual_seed(4)
+    torch.manual_seed(10)
     model = dg.Decoder(dg.ModelConfig(**{**SHAPE, **CONFIGS[name]})).eval()
     with torch.no_grad():
         for weight in model.parameters():
