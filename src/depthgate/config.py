@@ -75,8 +75,9 @@ class ModelConfig(Options):
     pattern: str = option(
         "dense",
         "kinds of layers, separated by commas and repeated: dense, mod (Mixture-of-Depths), moe (experts as "
-        "feed-forward, chosen by tokens), mode (integrated MoDE: experts choose, and a token may get none), mode_staged "
-        "(Mixture-of-Depths around a moe layer), random (tokens taken by chance: what mod is to be compared with)",
+        "feed-forward, chosen by tokens), mode (integrated MoDE: experts choose, and a token may get none), "
+        "mode_staged (Mixture-of-Depths around a moe layer), random (tokens taken by chance: what mod is to be "
+        "compared with)",
         check_pattern,
     )
     first: str | None = option(None, "kind of the first layer, in place of the pattern's", _check_kind)

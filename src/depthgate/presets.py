@@ -7,12 +7,20 @@ from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import InvalidValueError
 
 
-def _model(**shape: int) -> dict[str, Any]:
+def _model(**shape: Any) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in shape.items()}
 
 
+# The same for all kinds of models, in presets and studies: each was better with it (docs/log.md has the ablations).
+RECIPE: dict[str, Any] = dict.fromkeys(("qk_norm", "key_shift", "embed_norm", "router_norm"), True)
+MOD: dict[str, Any] = {"pattern": "dense,mod", "capacity": 0.125, "gate": "one_plus_tanh", "rule": "threshold"}
+# A shared expert and one of sixteen on average, each half as wide as a dense feed-forward; the first layer is dense.
+EXPERTS: dict[str, Any] = {"first": "dense", "experts": 16, "top_k": 1, "shared_experts": 1, "expert_gate": "sigmoid"}
+SCHEDULE: dict[str, Any] = {"schedule": "linear", "lowest_lr": 0.0}
+
 _TINY = {
-    **_model(dim=96, layers=4, heads=3, context=256),
+    **_model(dim=96, layers=4, heads=3, context=256, **RECIPE),
+    **SCHEDULE,
     "batch": 8,
     "lr": 3e-3,
     "warmup": 20,
@@ -20,7 +28,8 @@ _TINY = {
     "checkpoint_every": 10,
 }
 _124M = {
-    **_model(vocab=32768, dim=768, layers=12, heads=12, context=1024),
+    **_model(vocab=32768, dim=768, layers=12, heads=12, context=1024, **RECIPE),
+    **SCHEDULE,
     "tokenizer": "bpe",
     "vocab": 32768,
     "dtype": "bfloat16",
@@ -31,16 +40,19 @@ _124M = {
     "checkpoint_every": 500,
 }
 _1B = {**_124M, **_model(dim=2048, layers=16, heads=16, kv_heads=4, context=2048), "batch": 8, "lr": 4e-4}
-_MOD = {"model.pattern": "dense,mod", "model.capacity": 0.125}
+_MOD = _model(**MOD)
+_MODE = _model(**EXPERTS, pattern="mode")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-dense": _TINY,
     "tiny-mod": {**_TINY, **_MOD, "model.layers": 8},
+    "tiny-mode": {**_TINY, **_MODE},
     "dense-124m": _124M,
     "mod-124m": {**_124M, **_MOD},
-    "mode-124m": {**_124M, **_MOD, "model.pattern": "dense,mode", "model.experts": 8, "model.top_k": 2},
+    "mode-124m": {**_124M, **_MODE},
     "dense-1b": _1B,
     "mod-1b": {**_1B, **_MOD},
+    "mode-1b": {**_1B, **_MODE},
 }
 
 

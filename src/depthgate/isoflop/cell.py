@@ -102,7 +102,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         kept, planned = folder / f"step-{row['step']}", row["step"] % training.checkpoint_every == 0
         if kept == last_step or (config.points > 1 and planned and kept.is_dir()):
             at = (model if kept == last_step else load(kept)).to(resolve_device(training.device))
-            found = measure(at, shards.validation, training.batch, config.measured)
+            found = measure(at, shards.validation, training.batch, config.most_measured)
             held_out.append([row["flops"], found["nats_per_token"]])
     about, last, shares = machine(training.device), metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.

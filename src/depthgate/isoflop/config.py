@@ -11,19 +11,20 @@ from typing import Any
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number
 from depthgate.options import DEVICES, Options, choice, count, number, option, switch
-from depthgate.presets import PRESETS, train_config
+from depthgate.presets import EXPERTS, MOD, PRESETS, RECIPE, train_config
 
-# Norms of queries and keys, and gates of one, were best in the experiments of docs/log.md.
-_DENSE = {"pattern": "dense", "qk_norm": True}
-_MOD = {**_DENSE, "pattern": "dense,mod", "capacity": 0.125, "gate": "straight_through"}
-_EXPERTS = {"experts": 8, "top_k": 2}
+_DENSE = {"pattern": "dense", **RECIPE}
+_MOD = {**_DENSE, **MOD}
+_EXPERTS = {**_DENSE, **EXPERTS}
 VARIANTS: dict[str, dict[str, Any]] = {
     "dense": _DENSE,
     "mod": _MOD,
-    "mode": {**_MOD, **_EXPERTS, "pattern": "dense,mode"},
-    "moe": {**_DENSE, **_EXPERTS, "pattern": "dense,moe"},
+    "moe": {**_EXPERTS, "pattern": "moe"},
+    "mode": {**_EXPERTS, "pattern": "mode"},
+    "mode_staged": {**_MOD, **_EXPERTS, "pattern": "dense,mode_staged"},
     "random": {**_MOD, "pattern": "dense,random"},
 }
+_LARGE = 1e14  # from this budget on, defaults are those of a GPU
 # Options that the study itself decides for every cell.
 _FIXED = {
     *("vocab", "dim", "layers", "heads", "context", "data", "out", "steps", "preset", "device", "seed", "validation"),
@@ -94,7 +95,7 @@ class IsoflopConfig(Options):
     sizes: int = count(5, "models of each variant at each budget; a minimum needs three", maximum=99)
     variants: str = option(
         "dense,mod",
-        "dense, mod, mode, moe or random, with options of model and training, such as "
+        "dense, mod, moe, mode, mode_staged or random, with options of model and training, such as "
         "mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size",
     )
     seeds: int = count(1, "seeds of every cell", maximum=99)
@@ -102,9 +103,13 @@ class IsoflopConfig(Options):
     seeds_at_minimum: int | None = count(None, "seeds of each variant's best size; seeds unless given", maximum=99)
     more_sizes: int = count(0, "sizes that may be added to a curve until its minimum is inside it", 0, 99)
     validation: str | None = option(None, "text to measure on; a share of the data is held out unless given")
-    tokenizer: str = option("bytes", "bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer")
-    vocab: int | None = option(None, "size of a bpe tokenizer")
-    context: int | None = count(None, "tokens of a sequence; 256, or 1024 if a budget is 1e14 or more", 8, 2**20)
+    tokenizer: str | None = option(
+        None,
+        "bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer; unless given bytes, or bpe if a "
+        "budget is 1e14 or more",
+    )
+    vocab: int | None = option(None, "size of a bpe tokenizer; 1024 where bpe is not asked for")
+    context: int | None = count(None, "tokens of a sequence; 256, or 512 if a budget is 1e14 or more", 8, 2**20)
     batch: int | None = count(None, "sequences of a step; unless given, more the larger the budget", maximum=2**16)
     center: float = number(1.0, "[0.001, 1000]", "FLOPs per token of the middle size over those expected to be best")
     spread: float = number(2.0, "[1.2, 100]", "FLOPs per token of a size over those of the next smaller one")
@@ -116,7 +121,9 @@ class IsoflopConfig(Options):
     cpus: int = count(1, "processor cores of a cell, for ray and submitit", maximum=1024)
     gpus: float = number(0.0, "[0, 1024]", "GPUs of a cell, for ray and submitit; may be a fraction with ray")
     minutes: int = count(240, "longest time of a cell, for submitit", maximum=10**6)
-    measured: int = count(2**17, "held-out tokens that losses are measured on, about", maximum=2**40)
+    measured: int | None = count(
+        None, "held-out tokens that losses are measured on, about; 131072, or all if a budget is 1e14 or more", 1, 2**40
+    )
     points: int = count(1, "checkpoints of each cell that are measured, evenly spread and the last", maximum=99)
     samples: int = count(0, "tokens to sample from each variant's best model", minimum=0, maximum=2**16)
     extend: bool = option(False, "go on with a study of other budgets, sizes (center, spread), variants or seeds")
@@ -134,7 +141,7 @@ class IsoflopConfig(Options):
             raise InvalidValueError(f"gpus is {self.gpus}: it must be a whole number with --launcher submitit")
         if self.launcher != "local" and self.device == "cuda" and not self.gpus:
             raise InvalidValueError(f"device is cuda and gpus is 0: give --gpus 1 with --launcher {self.launcher}")
-        check_vocab(self.tokenizer, self.vocab)
+        check_vocab(*self.tokens)
 
     @cached_property
     def budget_list(self) -> list[float]:
@@ -153,7 +160,24 @@ class IsoflopConfig(Options):
     @property
     def tokens_in_sequence(self) -> int:
         """`context`, or the default for the budgets."""
-        return self.context or (1024 if max(self.budget_list) >= 1e14 else 256)
+        return self.context or (512 if self.large else 256)
+
+    @property
+    def large(self) -> bool:
+        """True for budgets of a GPU."""
+        return max(self.budget_list) >= _LARGE
+
+    @property
+    def tokens(self) -> tuple[str, int | None]:
+        """The name of the tokenizer, and its size if it is trained."""
+        if self.tokenizer is not None or (self.vocab is None and not self.large):
+            return self.tokenizer or "bytes", self.vocab
+        return "bpe", self.vocab or 1024
+
+    @property
+    def most_measured(self) -> int | None:
+        """`measured`, or the default for the budgets; None: all."""
+        return self.measured or (None if self.large else 2**17)
 
     @property
     def seed_list(self) -> range:

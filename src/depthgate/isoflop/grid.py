@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, linear_regression
 from typing import Any
 
 import torch
@@ -17,19 +16,19 @@ from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters, training_flops
 from depthgate.isoflop.config import IsoflopConfig, Variant
 from depthgate.isoflop.fit import means, parabolas
+from depthgate.presets import SCHEDULE
 from depthgate.train.optim import capacity
 
 CELLS = "cells"
-TRIED = (0.25, 0.5, 1.0, 2.0, 4.0)  # learning rates of a sweep, as multiples of the rule's
+TRIED = (0.5, 1.0, 2.0)  # learning rates of a sweep, as multiples of the rule's
 TOLERANCE = 0.03  # largest difference of a cell's FLOPs from its budget, as a share of it
 _BEST = 0.56  # a budget's best model is expected at _BEST * sqrt(budget) FLOPs per token
 _MOST_STEPS = 2**31 - 1
 # Widths of the ladder: four to a doubling from 128 on, so that heads are of 32 or 64.
 WIDTHS = [16, 24, 32, 48, 64, 96] + [2**n // 4 * (4 + i) for n in range(7, 15) for i in range(4)]
-# lr = scale * (width / 128) ** power * (budget / 1e12) ** _BUDGET_POWER: docs/log.md has the sweeps behind it.
-_SCALE_AND_POWER = (4e-3, -0.75)
+# lr = scale * (width / 128) ** _WIDTH_POWER * (budget / 1e12) ** _BUDGET_POWER: docs/log.md has the sweeps behind it.
+_SCALE, _WIDTH_POWER = 8e-3, -0.75
 _BUDGET_POWER = -0.0866  # half the rate at 3e15 FLOPs
-_POWERS = (-1.5, 0.0)  # two widths say little: a power outside is taken for noise
 _MOST_RATES = 9
 Row = dict[str, Any]  # of results: a finished cell
 Check = Callable[[Sequence["Cell"]], None]
@@ -106,14 +105,14 @@ def ladder(variant: Variant, vocab: int, context: int) -> list[ModelConfig]:
 
 @dataclass(frozen=True)
 class Grid:
-    """Everything that decides the cells of a study. `rates`: variant -> (scale, power) at 1e12 FLOPs, for variants
-    whose learning rates were found by a sweep."""
+    """Everything that decides the cells of a study. `scales`: variant -> scale of its learning rates, for those that
+    were found by a sweep."""
 
     config: IsoflopConfig
     tokenizer: str
     vocab: int
     device: str
-    rates: Mapping[str, tuple[float, float]]
+    scales: Mapping[str, float]
 
     @cached_property
     def ladders(self) -> dict[str, list[ModelConfig]]:
@@ -162,15 +161,15 @@ class Grid:
             seed=seed,
             model=shape,
             batch=config.batch or batch,
-            lr=lr or config.lr or learning_rate(variant, shape.dim, budget, self.rates),
+            lr=lr or config.lr or learning_rate(variant, shape.dim, budget, self.scales),
             dtype="bfloat16" if cuda else "float32",
             workers=1,
             keep=config.points + 1,
-            **{"compile": cuda, **options},
+            **{"compile": cuda, **SCHEDULE, **options},
         )
         steps, flops = _steps(training, budget)
         every = max(50 if config.points == 1 else 1, -(-steps // max(4, config.points)))
-        training = replace(training, steps=steps, warmup=max(1, min(steps // 10, 100)), checkpoint_every=every)
+        training = replace(training, steps=steps, warmup=max(1, steps // 25), checkpoint_every=every)
         cell = Cell(budget, variant, seed, training, flops, part)
         return replace(cell, training=replace(training, out=str(Path(config.out).absolute() / part / cell.name)))
 
@@ -255,10 +254,9 @@ def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
         raise DepthgateError(f"{what}: lower --parallel, --batch or --budgets")
 
 
-def learning_rate(variant: str, dim: int, budget: float, rates: Mapping[str, tuple[float, float]]) -> float:
-    """The rate of a variant at a width and budget, by its own sweep or by the rule for all."""
-    scale, power = rates.get(variant, _SCALE_AND_POWER)
-    return float(f"{scale * (dim / 128) ** power * (budget / 1e12) ** _BUDGET_POWER:.3g}")
+def learning_rate(variant: str, dim: int, budget: float, scales: Mapping[str, float]) -> float:
+    """The rate of a variant at a width and budget, at its own scale or at that for all."""
+    return float(f"{scales.get(variant, _SCALE) * _rule(dim, budget):.3g}")
 
 
 def best_rate(losses: Mapping[float, float]) -> float:
@@ -282,10 +280,10 @@ def further_rates(losses: Mapping[float, float], tried: Sequence[float]) -> list
     return [best / 2] if best == min(losses) else [best * 2] if best == max(losses) else []
 
 
-def fit_rates(best: Sequence[tuple[int, float]], budget: float) -> tuple[float, float]:
-    """(width, best rate) of each size at a budget -> scale at 1e12 FLOPs, and power within reason, by least squares of
-    logarithms."""
-    x, y = [math.log(dim / 128) for dim, _ in best], [math.log(rate) for _, rate in best]
-    power = linear_regression(x, y).slope if len(set(x)) > 1 else 0.0
-    power = min(max(power, _POWERS[0]), _POWERS[1])
-    return math.exp(fmean(y) - power * fmean(x)) / (budget / 1e12) ** _BUDGET_POWER, power
+def scale_of_rates(rate: float, dim: int, budget: float) -> float:
+    """The scale of the rule that gives this rate at a width and a budget."""
+    return rate / _rule(dim, budget)
+
+
+def _rule(dim: int, budget: float) -> float:
+    return float((dim / 128) ** _WIDTH_POWER * (budget / 1e12) ** _BUDGET_POWER)

@@ -106,7 +106,7 @@ def print_grid(study: Study, as_json: bool) -> None:
     print(f"one after another: {duration(flops / rate)}, about; nothing was trained")
     print("(seconds are FLOPs at one speed, of finished cells or of the middle model: smaller models are slower)")
     if config.lr_sweep:
-        print("first, a sweep of learning rates at the smallest budget: 10 to 18 cells of each variant")
+        print("first, a sweep of learning rates at the smallest budget: 3 to 9 cells of each variant")
     if config.more_sizes:
         print(f"more cells may come: sizes beyond open ends, up to {config.more_sizes} for each curve")
     if config.seeds_at_minimum:

@@ -27,7 +27,7 @@ from depthgate.files import handled, replace, write_json
 from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig, command
 from depthgate.isoflop.fit import Curve
-from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, fit_rates, further_rates
+from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, further_rates, scale_of_rates
 
 GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
 # Options that may differ when a study is extended; and those that say where and how fast, not what.
@@ -52,6 +52,8 @@ class Study:
             self.device = "cuda" if config.gpus else "cpu"
         self.options = {name: value for name, value in asdict(config).items() if name not in (*_FREE, *_TEXTS)}
         self.options |= {"budgets": config.budget_list, "context": config.tokens_in_sequence}
+        self.options |= dict(zip(("tokenizer", "vocab"), config.tokens, strict=True))
+        self.options["measured"] = config.most_measured
         for name in _TEXTS:
             text = getattr(config, name)
             self.options[f"{name}_hash"] = text and sources.fingerprint(text)
@@ -70,7 +72,7 @@ class Study:
 
     def _plan(self) -> None:
         """Set the grid and its cells, from the tokenizer and the learning rates as far as they are known."""
-        name, vocab = self.config.tokenizer, self.config.vocab
+        name, vocab = self.config.tokens
         if name != "bpe" or (self.out / TOKENIZER / "tokenizer.json").exists():
             vocab = self._tokenizer().vocab
         if name != "bytes":
@@ -81,15 +83,15 @@ class Study:
 
     def _tokenizer(self) -> TextTokenizer:
         """The tokenizer of all cells; bpe is trained where it is not in the folder yet."""
-        config, saved = self.config, self.out / TOKENIZER if self.config.tokenizer == "bpe" else None
-        return tokenizer_by_name(config.tokenizer, config.data, config.vocab, saved)
+        name, vocab = self.config.tokens
+        return tokenizer_by_name(name, self.config.data, vocab, self.out / TOKENIZER if name == "bpe" else None)
 
-    def _rates(self) -> dict[str, tuple[float, float]]:
-        """The learning rates that a sweep has found."""
+    def _rates(self) -> dict[str, float]:
+        """The scales of the learning rates that a sweep has found."""
         path = self.out / RATES
         try:
             found = json.loads(path.read_text(encoding="utf-8")) if self.config.lr_sweep and path.exists() else {}
-            return {name: (float(scale), float(power)) for name, (scale, power) in found.items()}
+            return {name: float(scale) for name, scale in found.items()}
         except (ValueError, TypeError, AttributeError):
             raise DepthgateError(f"{path} is damaged: delete it to have the rates found again") from None
 
@@ -150,22 +152,24 @@ class Study:
             self._run(more)
 
     def _sweep(self) -> None:
-        """Find learning rates for the smallest budget's smallest and largest size of each variant, and fit the rest."""
+        """Find the learning rate of the middle size of each variant at the smallest budget; the rule says how rates of
+        other sizes and budgets follow from it. The variants go on side by side."""
         budget, seed, found = self.config.budget_list[0], self.config.seed, self._rates()
-        for name in self.grid.ladders.keys() - found.keys():
-            shapes, best = self.grid.shapes(budget, name), []
-            for shape in (shapes[0], shapes[-1]):
-                usual, losses = self.grid.cell(budget, name, shape, seed).training.lr, dict[float, float]()
-                tried = [usual * times for times in TRIED]
-                while tried:
-                    lrs = [float(f"{lr:.3g}") for lr in tried]
-                    rows = self._run([self.grid.cell(budget, name, shape, seed, lr, SWEEP) for lr in lrs])
-                    losses |= {row["lr"]: row["loss_causal"] for row in rows}
-                    tried = further_rates(losses, lrs)
-                if not losses:
-                    raise DepthgateError(f"no learning rate of {name} gave a loss: see {self.out / SWEEP}")
-                best.append((shape.dim, best_rate(losses)))
-            found[name] = fit_rates(best, budget)
+        names = sorted(self.grid.ladders.keys() - found.keys())
+        shapes = {name: self.grid.shapes(budget, name) for name in names}
+        middle = {name: each[len(each) // 2] for name, each in shapes.items()}
+        usual = {name: self.grid.cell(budget, name, shape, seed).training.lr for name, shape in middle.items()}
+        losses: dict[str, dict[float, float]] = {name: {} for name in names}
+        tried = {name: [_short(usual[name] * times) for times in TRIED] for name in names}
+        while any(tried.values()):
+            cells = [self.grid.cell(budget, n, middle[n], seed, lr, SWEEP) for n in names for lr in tried[n]]
+            for row in self._run(cells):
+                losses[row["variant"]][row["lr"]] = row["loss_causal"]
+            tried = {n: [_short(lr) for lr in further_rates(losses[n], tried[n])] if tried[n] else [] for n in names}
+        for name in names:
+            if not losses[name]:
+                raise DepthgateError(f"no learning rate of {name} gave a loss: see {self.out / SWEEP}")
+            found[name] = scale_of_rates(best_rate(losses[name]), middle[name].dim, budget)
         self.failed.clear()  # a rate that fails is a bad rate, and not a failure of the study
         write_json(self.out / RATES, found)
 
@@ -223,6 +227,10 @@ class Study:
             return row["budget"], not row["variant"].startswith("dense"), row["variant"]
 
         return [Curve(rows) for _, rows in groupby(sorted(self.rows, key=key), key)]
+
+
+def _short(lr: float) -> float:
+    return float(f"{lr:.3g}")
 
 
 def _first_line(error: Exception) -> str:

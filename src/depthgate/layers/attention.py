@@ -106,9 +106,7 @@ class Attention(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=G != H)
         return self.out(y.transpose(1, 2).reshape(B, T, H * d))  # type: ignore[no-any-return]
 
-    def _before(
-        self, k: Tensor, pos: Tensor, doc: Tensor | None, plain: bool, max_documents: int | None
-    ) -> Tensor:
+    def _before(self, k: Tensor, pos: Tensor, doc: Tensor | None, plain: bool, max_documents: int | None) -> Tensor:
         """The keys (B, T, G, d) of the tokens before."""
         before = torch.cat((k[:, :1], k[:, :-1]), 1)
         if plain:
