@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgate.isoflop import fit, grid
+from depthgate.isoflop.config import baseline
 
 
 def rows(variant, budget, losses, seeds=1, cost=1.0):
@@ -129,11 +130,42 @@ def test_curves_with_the_same_residuals_are_not_drawn_alike():
     def made(variant, low):
         losses = bowl(4e6, low, 0.02)
         shaken = {size: loss + 0.002 * (-1) ** i for i, (size, loss) in enumerate(losses.items())}
-        return fit.Curve(rows(variant, 1e15, shaken, 2))
+        return rows(variant, 1e15, shaken, 2)
 
-    (found,) = fit.verdicts([made("dense", 2.0), made("mod", 1.97)])
+    (found,) = fit.verdicts(fit.curves([*made("dense", 2.0), *made("mod", 1.97)]))
     low, high = found.gain_interval
     assert high - low > 0.0005  # of the same draws it would be a hundredth of that
+
+
+def test_what_seeds_share_is_not_in_the_difference():
+    """Each seed moves all losses by ten times the gain, and only a little of its own is left: paired, the gain is seen.
+    Of models of different seeds it is not."""
+    draw = random.Random(1)
+
+    def made(variant, low, seeds):
+        found = [row for row in rows(variant, 1e15, bowl(4e6, low, 0.02), 4) if row["seed"] in seeds]
+        return [{**row, "loss_causal": row["loss_causal"] + shift[row["seed"]] + draw.gauss(0, 1e-4)} for row in found]
+
+    shift = [0.0, 0.06, -0.04, 0.02]
+    (found,) = fit.verdicts(fit.curves([*made("dense", 2.0, range(4)), *made("mod", 1.994, range(4))]))
+    low, high = found.gain_interval
+    assert 0.0025 < low < 0.003 < high < 0.0035
+    (found,) = fit.verdicts(fit.curves([*made("dense", 2.0, (0, 1)), *made("mod", 1.994, (0,))]))
+    assert found.gain == pytest.approx(0.003, abs=2e-4)  # the second seed of dense does not count against it
+    (check,) = fit.calibrations(made("dense", 2.0, range(4)))
+    low, high = check.gain_interval
+    assert low < 0 < high
+    assert high - low > 0.02  # of seeds that differ, nothing can be paired
+
+
+def test_the_calibration_is_dense_against_itself():
+    made = rows("dense", 1e15, bowl(4e6, 2.0, 0.02), 2) + rows("mod", 1e15, bowl(4e6, 1.9, 0.02), 1)
+    draw = random.Random(0)
+    made = [{**row, "loss_causal": row["loss_causal"] + draw.gauss(0, 0.002)} for row in made]
+    (check,) = fit.calibrations(made)
+    assert check.variant == fit.AGAIN
+    assert check.gain_interval[0] <= 0 <= check.gain_interval[1]
+    assert fit.calibrations(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)) + rows("mod", 1e15, bowl(4e6, 1.9, 0.02))) == []
 
 
 def test_no_saving_is_claimed_where_losses_do_not_fall_or_lie_too_far():
@@ -154,8 +186,8 @@ def test_dense_with_options_is_what_others_are_compared_with():
     curves = [fit.Curve(rows(n, 1e15, bowl(4e6, 2.0, 0.02))) for n in ("dense:qk_norm=true", "mod:qk_norm=true")]
     (found,) = fit.verdicts(curves)
     assert found.variant == "mod:qk_norm=true"
-    assert fit.baseline(["dense:a=1", "dense:b=2", "mod"]) is None
-    assert fit.baseline(["dense:a=1", "dense"]) == "dense"
+    assert baseline(["dense:a=1", "dense:b=2", "mod"]) is None
+    assert baseline(["dense:a=1", "dense"]) == "dense"
 
 
 def test_rates_by_hand():
@@ -169,11 +201,10 @@ def test_rates_by_hand():
     assert grid.further_rates({1e-3: 2.0, 2e-3: 1.0}, [4e-3]) == []
     assert grid.further_rates({}, [1e-3]) == []
     assert grid.further_rates({2.0**i: -float(i) for i in range(9)}, [256.0]) == []
-    scale, power = grid.fit_rates([(64, 4e-3), (256, 1e-3)], 1e12)
-    assert (scale, power) == (pytest.approx(2e-3), pytest.approx(-1.0))
-    found = {"mod": (2e-3, -1.0)}
-    assert grid.learning_rate("mod", 256, 1e12, found) == pytest.approx(1e-3)
-    assert grid.learning_rate("mod", 256, 3e15, found) == pytest.approx(5e-4, rel=1e-3)
+    found = {"mod": grid.scale_of_rates(2e-3, 128, 1e12)}
+    assert grid.learning_rate("mod", 128, 1e12, found) == pytest.approx(2e-3)
+    assert grid.learning_rate("mod", 2048, 1e12, found) == pytest.approx(2e-3 / 8)  # 16 ** 0.75
+    assert grid.learning_rate("mod", 128, 3e15, found) == pytest.approx(1e-3, rel=1e-3)
     assert grid.learning_rate("mod:capacity=0.5", 256, 1e12, found) == grid.learning_rate("mod", 256, 1e12, {})
-    one_width = {"mod": grid.fit_rates([(128, 3e-3)], 1e16)}
-    assert grid.learning_rate("mod", 128, 1e16, one_width) == pytest.approx(3e-3)
+    elsewhere = {"mod": grid.scale_of_rates(3e-3, 320, 1e16)}
+    assert grid.learning_rate("mod", 320, 1e16, elsewhere) == pytest.approx(3e-3)

@@ -3,6 +3,7 @@
 import difflib
 import json
 import shlex
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -101,6 +102,7 @@ class IsoflopConfig(Options):
     seeds: int = count(1, "seeds of every cell", maximum=99)
     seed: int = count(0, "the first of them", minimum=0)
     seeds_at_minimum: int | None = count(None, "seeds of each variant's best size; seeds unless given", maximum=99)
+    calibrate: bool = option(True, "train dense with a second seed too, to learn how small a difference can be told")
     more_sizes: int = count(0, "sizes that may be added to a curve until its minimum is inside it", 0, 99)
     validation: str | None = option(None, "text to measure on; a share of the data is held out unless given")
     tokenizer: str | None = option(
@@ -183,6 +185,18 @@ class IsoflopConfig(Options):
     def seed_list(self) -> range:
         """The seeds of every cell."""
         return range(self.seed, self.seed + self.seeds)
+
+    def seeds_of(self, variant: str) -> range:
+        """The seeds of every cell of a variant: dense has two at least, where they calibrate the study."""
+        names = [each.name for each in self.variant_list]
+        again = self.calibrate and self.sizes > 1 and variant == baseline(names)
+        return range(self.seed, self.seed + max(self.seeds, 2 if again else 1))
+
+
+def baseline(variants: Iterable[str]) -> str | None:
+    """The variant that others are compared with: dense, or the only one of dense layers."""
+    kinds = [name for name in variants if "dense" in name.partition(":")[0].split("-")]
+    return "dense" if "dense" in kinds else kinds[0] if len(kinds) == 1 else None
 
 
 def command(verb: str, config: Options) -> str:

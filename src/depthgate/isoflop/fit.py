@@ -1,9 +1,15 @@
 """Fit a parabola in the logarithm of the parameters to each curve, find its minimum, and compare variants with dense.
 
-A curve is fitted to the sizes around the lowest loss, two on each side: farther away, losses are not a parabola.
-Intervals are of 95%, by a bootstrap of residuals: each curve is fitted again to itself plus residuals drawn from its
-own, widened by Student's t because few residuals say little about their spread. A curve of fewer than five cells has
-no interval, and neither has one where more than one in forty of the curves drawn has no minimum.
+The curves of a budget are fitted together, by least squares: a parabola for each variant, over the sizes around its
+lowest loss, two on each side (farther away, losses are not a parabola), and what a seed adds to every loss. For a seed
+gives all models the same text in the same order, and the same first weights where names and shapes agree: differences
+between variants are differences between models of the same seeds.
+
+Intervals are of 95%, by a bootstrap of residuals: all curves of a budget are fitted again to themselves plus residuals
+drawn from their own, widened by Student's t because few residuals say little about their spread. There are none where
+less than two residuals are free, or more than one in forty of the curves drawn has no minimum.
+
+Dense against dense, with other seeds, is the calibration: the width of its interval is what the study can resolve.
 
 Every figure is computed for the fitted curve and for all drawn ones at once: the first of its values is the estimate,
 the others give the interval.
@@ -20,11 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from depthgate.isoflop.config import baseline
+
+AGAIN = "other seeds of dense"
 DRAWS = 1000
 _ENOUGH = 0.975  # share of the draws that must have a value for an interval to be given
-_CELLS = 5
+_FREEDOM = 2
 # The 97.5% point of Student's t for 2, 3, 4 ... degrees of freedom; the normal distribution's is 1.96.
 _T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+Row = Mapping[str, Any]  # of results: a finished cell
 Interval = tuple[float, float] | None
 Points = list[tuple[float, float]]
 
@@ -32,8 +42,9 @@ Points = list[tuple[float, float]]
 class Curve:
     """Losses of one variant at one budget, by size, and the parabola fitted to them."""
 
-    def __init__(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """`rows`: those of its cells; the loss is the causal one."""
+    def __init__(self, rows: Iterable[Row], fits: Tensor | None = None, freedom: int | None = None) -> None:
+        """`rows`: those of its cells; the loss is the causal one. `fits` (1 + draws, 3): the fitted curve, then those
+        drawn around it, and the free residuals there were, where it was fitted together with others."""
         rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
         self.budget, self.variant = float(rows[0]["budget"]), str(rows[0]["variant"])
         # Parameters and loss of each cell; parameters and forward FLOPs per token of each size.
@@ -41,11 +52,9 @@ class Curve:
         self.costs = means((float(row["params"]), float(row["forward_flops_per_token"])) for row in rows)
         sizes = means(self.points)
         place = min(range(len(sizes)), key=lambda i: sizes[i][1])
-        kept = [size for size, _ in sizes[max(0, place - 2) : place + 3]]
-        near = [point for point in self.points if point[0] in kept]
-        # Each curve has its own random stream: curves that are compared must not draw alike.
-        random = torch.Generator().manual_seed(zlib.crc32(f"{self.budget} {self.variant}".encode()))
-        self.fits = _fits(near, random)  # (1 + draws, 3): the fitted curve, then those drawn around it
+        if fits is None or freedom is None:
+            (fits,), freedom = _fitted_together([rows])
+        self.fits = fits
         self.loss, self.loss_interval = _figure(self.fits[:, 1])
         self.params, self.params_interval = _figure(self.fits[:, 0].exp())
         self.open_because = _open_because([size for size, _ in sizes], place, self.params)
@@ -55,8 +64,8 @@ class Curve:
             self.params, self.loss = sizes[place]
         without = int(self.fits[1:, 0].isnan().sum())
         self.no_interval = ""  # why there are no intervals, if there are none
-        if len(near) < _CELLS:
-            self.no_interval = f"{len(near)} cells of {self.variant}, and {_CELLS} are needed"
+        if freedom < _FREEDOM:
+            self.no_interval = f"too few cells at {self.budget:g} FLOPs, train more sizes or seeds"
         elif without > (1 - _ENOUGH) * DRAWS:
             self.no_interval = f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant} have no minimum"
 
@@ -102,9 +111,7 @@ def parabolas(params: Sequence[float], losses: Tensor) -> Tensor:
     low + bend * (ln params - at)^2; nan where there is no minimum."""
     x = torch.tensor(params, dtype=torch.float64).log()
     powers = (x - x.mean())[:, None] ** torch.arange(3)
-    a, b, c = torch.linalg.lstsq(powers, losses.double().T).solution
-    c = torch.where(c > 1e-12, c, math.nan)  # below, it is a rounding error of a straight line
-    return torch.stack([x.mean() - b / (2 * c), a - b * b / (4 * c), c], 1)
+    return _minima(x.mean(), torch.linalg.lstsq(powers, losses.double().T).solution.T)
 
 
 def means(points: Iterable[tuple[float, float]]) -> Points:
@@ -124,22 +131,81 @@ def _open_because(sizes: Sequence[float], lowest: int, fitted: float) -> str:
     return "" if sizes[0] < fitted < sizes[-1] else "the fitted minimum lies outside the sizes"
 
 
-def _fits(points: Points, random: torch.Generator) -> Tensor:
-    """The parabola through three points or more, and those drawn around it where there are enough points."""
-    params, losses = zip(*points, strict=True)
-    measured, freedom = torch.tensor(losses, dtype=torch.float64), len(points) - 3
-    fits = torch.full((1 + DRAWS, 3), math.nan, dtype=torch.float64)
-    if len(set(params)) >= 3:
-        fits[:1] = parabolas(params, measured[None])
-    if len(points) >= _CELLS and not fits[0].isnan().any():
-        at, low, bend = fits[0]
-        fitted = low + bend * (torch.tensor(params, dtype=torch.float64).log() - at) ** 2
-        scale = math.sqrt(len(points) / freedom) * (_T[freedom - 2] / 1.96 if freedom < len(_T) + 2 else 1.0)
-        drawn = torch.randint(len(points), (DRAWS, len(points)), generator=random)
-        found = parabolas(params, fitted + scale * (measured - fitted)[drawn])
-        # Those without a minimum come last, so that two curves together lose no more of them than the worse one.
-        fits[1:] = found[found[:, 0].isnan().argsort(stable=True)]
-    return fits
+def curves(rows: Iterable[Row]) -> list[Curve]:
+    """A curve for each budget and variant, by budget, dense first; those of a budget are fitted together."""
+
+    def key(row: Row) -> tuple[float, bool, str]:
+        return row["budget"], not row["variant"].startswith("dense"), row["variant"]
+
+    found = []
+    for _, at_budget in groupby(sorted(rows, key=key), lambda row: row["budget"]):
+        variants = [list(group) for _, group in groupby(at_budget, lambda row: row["variant"])]
+        fits, freedom = _fitted_together(variants)
+        found += [Curve(mine, each, freedom) for mine, each in zip(variants, fits, strict=True)]
+    return found
+
+
+def _near(rows: Sequence[Row]) -> list[Row]:
+    """The cells around the lowest loss."""
+    sizes = means((row["params"], row["loss_causal"]) for row in rows)
+    place = min(range(len(sizes)), key=lambda i: sizes[i][1])
+    kept = [size for size, _ in sizes[max(0, place - 2) : place + 3]]
+    return [row for row in rows if row["params"] in kept]
+
+
+def _fitted_together(variants: Sequence[Sequence[Row]]) -> tuple[list[Tensor], int]:
+    """Parabolas of the variants of one budget, each as (1 + draws, 3): the fitted one, and those drawn around it; nan
+    where there is none. And how many residuals are free."""
+    nothing = torch.full((1 + DRAWS, 3), math.nan, dtype=torch.float64)
+    near = [_near(rows) for rows in variants]
+    curved = [n for n, rows in enumerate(near) if len({row["params"] for row in rows}) >= 3]
+    cells = [row for n in curved for row in near[n]]
+    if not cells:
+        return [nothing] * len(variants), 0
+    losses = torch.tensor([row["loss_causal"] for row in cells], dtype=torch.float64)
+    sizes = [torch.tensor([row["params"] for row in near[n]], dtype=torch.float64).log() for n in curved]
+    middle = [x.mean() for x in sizes]
+    powers = [(x - at)[:, None] ** torch.arange(3) for x, at in zip(sizes, middle, strict=True)]
+    columns = torch.cat((torch.block_diag(*powers), _seed_columns(cells)), 1)
+    inverse = torch.linalg.pinv(columns)
+    fitted, freedom = columns @ (inverse @ losses), len(cells) - int(torch.linalg.matrix_rank(columns))
+    drawn = losses.expand(1 + DRAWS, -1).clone()
+    if freedom >= _FREEDOM:
+        # Each budget has its own random stream.
+        random = torch.Generator().manual_seed(zlib.crc32(f"{cells[0]['budget']}".encode()))
+        scale = math.sqrt(len(cells) / freedom) * (_T[freedom - 2] / 1.96 if freedom < len(_T) + 2 else 1.0)
+        picked = torch.randint(len(cells), (DRAWS, len(cells)), generator=random)
+        drawn[1:] = fitted + scale * (losses - fitted)[picked]
+    else:
+        drawn[1:] = math.nan
+    found = [nothing] * len(variants)
+    for at, n, part in zip(middle, curved, (drawn @ inverse.T).split(3, 1), strict=False):
+        found[n] = _minima(at, part)
+    return found, freedom
+
+
+def _seed_columns(cells: Sequence[Row]) -> Tensor:
+    """(cells, seeds - 1): what each seed adds, all of them together 0. Seeds that no model has beside another one, so
+    that nothing can be said of them, have no column."""
+    models: dict[tuple[str, float], set[int]] = {}
+    for row in cells:
+        models.setdefault((row["variant"], row["params"]), set()).add(row["seed"])
+    paired = sorted(set().union(*(seeds for seeds in models.values() if len(seeds) > 1)))
+    columns = torch.zeros(len(cells), max(0, len(paired) - 1), dtype=torch.float64)
+    for n, row in enumerate(cells):
+        if row["seed"] in paired[:-1]:
+            columns[n, paired.index(row["seed"])] = 1.0
+        elif row["seed"] in paired:
+            columns[n] = -1.0
+    return columns
+
+
+def _minima(middle: Tensor, powers: Tensor) -> Tensor:
+    """(N, 3) coefficients of parabolas in the distance from `middle` -> (N, 3): at, low and bend of
+    low + bend * (ln params - at)^2; nan where there is no minimum."""
+    a, b, c = powers.T
+    c = torch.where(c > 1e-12, c, math.nan)  # below, it is a rounding error of a straight line
+    return torch.stack([middle - b / (2 * c), a - b * b / (4 * c), c], 1)
 
 
 def _figure(values: Tensor) -> tuple[float, Interval]:
@@ -159,12 +225,6 @@ def _interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
-def baseline(variants: Iterable[str]) -> str | None:
-    """The variant that others are compared with: dense, or the only one of dense layers."""
-    kinds = [name for name in variants if "dense" in name.partition(":")[0].split("-")]
-    return "dense" if "dense" in kinds else kinds[0] if len(kinds) == 1 else None
-
-
 def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
     """Comparison of each other variant with dense, at every budget where both were run."""
     dense = baseline({curve.variant for curve in curves})
@@ -174,6 +234,20 @@ def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
         for curve in curves
         if curve.variant != dense and curve.budget in found
     ]
+
+
+def calibrations(rows: Iterable[Row]) -> list[Verdict]:
+    """Comparison of dense with itself at every budget where it has several seeds: one half of them against the other,
+    as if these were two variants."""
+    rows = list(rows)
+    dense = baseline({row["variant"] for row in rows})
+    split = []
+    for row in rows:
+        seeds = sorted({r["seed"] for r in rows if (r["budget"], r["variant"]) == (row["budget"], dense)})
+        other = row["variant"] == dense and row["seed"] in seeds[(len(seeds) + 1) // 2 :]
+        split.append({**row, "variant": AGAIN} if other else row)
+    found = verdicts(curves(split))
+    return [each for each in found if each.variant == AGAIN]
 
 
 def _verdict(dense: Curve, mine: Curve, budgets: Sequence[Curve]) -> Verdict:

@@ -122,10 +122,11 @@ class Grid:
         """The cells that the options ask for; the first seed of all comes before the second of any."""
         return [
             self.cell(budget, name, shape, seed)
-            for seed in self.config.seed_list
+            for seed in range(self.config.seed, max(self.config.seeds_of(name).stop for name in self.ladders))
             for budget in self.config.budget_list
             for name in self.ladders
             for shape in self.shapes(budget, name)
+            if seed in self.config.seeds_of(name)
         ]
 
     def shapes(self, budget: float, variant: str) -> list[ModelConfig]:
@@ -196,18 +197,19 @@ class Grid:
         # Includes sizes that were added before a study was interrupted, and that the grid by itself does not have.
         losses = dict(means((row["params"], row["loss_causal"]) for row in rows))
         found = {i: losses[parameters(shape)] for i, shape in enumerate(shapes) if parameters(shape) in losses}
-        yield made(found, config.seed_list)
+        seeds = config.seeds_of(variant)
+        yield made(found, seeds)
         lowest = min(found, key=lambda i: found[i])
         asked = [shapes.index(shape) for shape in self.shapes(budget, variant)]
         end = lowest - 1 if lowest == min(found) else lowest + 1 if lowest == max(found) else -1
         if end in range(len(shapes)) and max(asked[0] - end, end - asked[-1]) <= config.more_sizes:
             with suppress(DepthgateError):  # a size that cannot be trained is the end of the ladder
-                new = made([end], config.seed_list)
+                new = made([end], seeds)
                 check(new)
                 yield new
         # Sizes that have some of the further seeds get all of them, also where these made another size the lowest.
-        begun = {row["params"] for row in rows if row["seed"] not in config.seed_list}
-        further = range(config.seed + config.seeds, config.seed + (config.seeds_at_minimum or config.seeds))
+        begun = {row["params"] for row in rows if row["seed"] not in seeds}
+        further = range(seeds.stop, config.seed + (config.seeds_at_minimum or config.seeds))
         yield made((i for i in found if i == lowest or parameters(shapes[i]) in begun), further)
 
 

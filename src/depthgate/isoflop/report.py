@@ -19,7 +19,8 @@ from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.flops import training_flops
 from depthgate.generation.engine import generate
-from depthgate.isoflop.fit import Curve, Interval, Verdict, baseline, verdicts
+from depthgate.isoflop.config import baseline
+from depthgate.isoflop.fit import Curve, Interval, Verdict, calibrations, verdicts
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import load, text_of
@@ -129,8 +130,10 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     """Write all files of the report, and print the findings. `lead`: the beginning of the page."""
     out, rows, curves = study.out, study.rows, study.curves
     found, best = verdicts(curves), [_summary(curve) for curve in curves]
+    checks = calibrations(rows)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
-    sentences = compared(curves) if one_size else [in_words(v) for v in found] or [no_verdict(curves)]
+    verdict = [*map(in_words, found), *map(resolution, checks)] or [no_verdict(curves)]
+    sentences = compared(curves) if one_size else verdict
     names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
     writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
     writer.writeheader()
@@ -145,8 +148,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     replace(out / "report.html", pages.page(title, sections))
     pictures = [] if one_size else _pictures(out, curves)
     if as_json:
-        told = [{name: _finite(value) for name, value in asdict(v).items()} for v in found]
-        report = {"cells": len(rows), "best": best, "verdicts": told, "rows": rows}
+        told, checked = ([{n: _finite(x) for n, x in asdict(v).items()} for v in each] for each in (found, checks))
+        report = {"cells": len(rows), "best": best, "verdicts": told, "calibration": checked, "rows": rows}
         print(json.dumps({**report, "report": str(out / "report.html")}))
         return
     print_table(*(table if one_size else _table(best, _BEST)))
@@ -181,13 +184,25 @@ def in_words(verdict: Verdict) -> str:
     if not sure:
         parts.append(f"no interval: {verdict.no_interval}")
     if less := _fewer(verdict.forward_saving, verdict.forward_interval):
-        parts.append(f"{about}a forward pass of its smallest model with dense's best loss takes {less}")
+        parts.append(f"{about}the same loss as dense's best at {less} in a forward pass")
     else:
         parts.append("no size of it reaches dense's best loss")
     if less := _fewer(verdict.training_saving, verdict.training_interval):
         beyond = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
         parts.append(f"{about}to reach dense's best loss, training takes {less}{beyond}")
     return f"{'; '.join(parts)}."
+
+
+def resolution(check: Verdict) -> str:
+    """The comparison of dense with itself as a sentence."""
+    start = f"Dense against dense with other seeds at {short_flops(check.budget)} FLOPs"
+    if check.refused or check.gain_interval is None:
+        return f"{start}: no interval, {check.refused or check.no_interval}."
+    low, high = check.gain_interval
+    said = f"{start}: {check.gain:+.2%} ({low:+.2%} to {high:+.2%})"
+    if low > 0 or high < 0:
+        return f"{said}, which leaves 0 out: the intervals of this study are too narrow, train more seeds."
+    return f"{said}: the study tells differences from about {(high - low) / 2:.2%} on."
 
 
 def no_verdict(curves: Sequence[Curve]) -> str:

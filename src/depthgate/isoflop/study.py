@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from depthgate.errors import DepthgateError
 from depthgate.files import handled, replace, write_json
 from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig, command
-from depthgate.isoflop.fit import Curve
+from depthgate.isoflop.fit import Curve, curves
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, further_rates, scale_of_rates
 
 GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
 # Options that may differ when a study is extended; and those that say where and how fast, not what.
-_GROWS = ("budgets", "sizes", "center", "spread", "variants", "seeds", "seeds_at_minimum", "more_sizes")
+_GROWS = ("budgets", "sizes", "center", "spread", "variants", "seeds", "seeds_at_minimum", "more_sizes", "calibrate")
 _FREE = ("out", "device", "launcher", "parallel", "cpus", "gpus", "minutes", "extend", "dry_run", "points", "samples")
 _TEXTS = ("data", "validation")  # they may move: their content counts
 _ATTEMPTS = 2
@@ -222,11 +221,7 @@ class Study:
     @property
     def curves(self) -> list[Curve]:
         """A curve for each budget and variant, by budget, dense first."""
-
-        def key(row: Row) -> tuple[float, bool, str]:
-            return row["budget"], not row["variant"].startswith("dense"), row["variant"]
-
-        return [Curve(rows) for _, rows in groupby(sorted(self.rows, key=key), key)]
+        return curves(self.rows)
 
 
 def _short(lr: float) -> float:
