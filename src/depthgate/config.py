@@ -36,11 +36,6 @@ def check_pattern(pattern: Any, name: str = "pattern") -> None:
         check_choice(kind, name, KINDS)
 
 
-def _check_kind(kind: Any, name: str) -> None:
-    if kind is not None:
-        check_choice(kind, name, KINDS)
-
-
 def check_neutral(gate: Any, name: str = "gate") -> None:
     """A gate that can be added to a trained model: at first it changes nothing."""
     if check_choice(gate, name, GATE_NAMES) not in NEUTRAL_GATES:
@@ -80,7 +75,7 @@ class ModelConfig(Options):
         "compared with)",
         check_pattern,
     )
-    first: str | None = option(None, "kind of the first layer, in place of the pattern's", _check_kind)
+    first: str | None = choice(None, KINDS, "kind of the first layer, in place of the pattern's")
     capacity: float = option(0.125, "share of the tokens in a mod, mode_staged or random layer", check_capacity)
     gate: str = choice("one_plus_tanh", GATE_NAMES, "what a routed row is multiplied by")
     rule: str = choice("predictor", RULE_NAMES, "how a token is routed causally")
@@ -107,7 +102,7 @@ class ModelConfig(Options):
 
     def check_together(self) -> None:
         check_count(self.top_k, "top_k", maximum=self.experts)
-        if any(experts_choose(self, kind) for kind in self.kinds):
+        if any(self.experts_choose(kind) for kind in self.kinds):
             check_count(self.experts, "experts", minimum=2)
         if self.null_experts and "mode" in self.kinds and self.choice == "experts":
             raise InvalidValueError(f"null_experts is {self.null_experts}: they are for --model.choice tokens")
@@ -128,15 +123,14 @@ class ModelConfig(Options):
         kinds = tuple(cycle[i % len(cycle)] for i in range(self.layers))
         return kinds if self.first is None else (self.first, *kinds[1:])
 
+    def experts_choose(self, kind: str) -> bool | None:
+        """Whether experts choose tokens in a layer of this kind, or tokens experts; None: it has no experts."""
+        return (kind == "mode" and self.choice == "experts") if kind in EXPERT_KINDS else None
+
     @property
     def routed(self) -> tuple[int, ...]:
         """The layers, counted from 0, that only some tokens go through."""
         return tuple(i for i, kind in enumerate(self.kinds) if kind in ROUTED_KINDS)
-
-
-def experts_choose(config: ModelConfig, kind: str) -> bool | None:
-    """Whether experts choose tokens in a layer of this kind, or tokens experts; None: it has no experts."""
-    return (kind == "mode" and config.choice == "experts") if kind in EXPERT_KINDS else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -393,9 +387,9 @@ class PresetsConfig(Options):
 
 @dataclass(frozen=True)
 class DemoConfig(Options):
-    """Train tiny-mod and, with as many FLOPs, tiny-dense; sample from both and write a report."""
+    """Train a dense, a Mixture-of-Depths and a MoDE model with as many FLOPs each; sample from them, write a report."""
 
-    out: str = option("runs/demo", "folder of both runs and of report.html")
-    steps: int = count(250, "optimizer steps of tiny-mod; tiny-dense takes as many as cost the same")
+    out: str = option("runs/demo", "folder of the runs and of report.html")
+    steps: int = count(250, "optimizer steps of tiny-dense; the others take as many as cost the same")
     data: str = option("stdlib", "text, as for depthgate train")
     seed: int = count(0, "seed of weights, of the order of the data, and of the samples", minimum=0)

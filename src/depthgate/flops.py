@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig, experts_choose
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 
 SLACK = 1e-8  # of a token: 0.29 * 100 is 28.999999999999996 in floating point, and means 29
 
@@ -67,8 +67,9 @@ def _attention(config: ModelConfig, rows: int) -> Cost:
 def expert_hidden(config: ModelConfig) -> int:
     """The width of an expert: as given, or that at which the experts of a token, shared ones included, cost what a
     dense feed-forward does; a multiple of 8."""
-    hidden = config.hidden or swiglu_hidden(config.dim)
-    return config.expert_hidden or max(8, round(hidden / (config.top_k + config.shared_experts) / 8) * 8)
+    hidden, null = config.hidden or swiglu_hidden(config.dim), config.null_experts
+    used = config.top_k * config.experts / (config.experts + null) + config.shared_experts
+    return config.expert_hidden or max(8, round(hidden / used / 8) * 8)
 
 
 def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float | None) -> Cost:
@@ -78,9 +79,9 @@ def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float
     used: float = rows * config.top_k * experts / (experts + null)
     if expert_share is not None:
         used = rows * config.top_k * expert_share
-    elif experts_choose(config, kind):
+    elif config.experts_choose(kind):
         used = experts * budget(config.top_k / experts, rows)
-    router = _linear(rows, config.dim, experts + null, bias=bool(experts_choose(config, kind)))
+    router = _linear(rows, config.dim, experts + null, bias=bool(config.experts_choose(kind)))
     shared, each = _swiglu(config, rows, config.shared_experts * hidden), _swiglu(config, used, hidden)
     return router + shared + Cost(each.parameters * experts, each.forward, each.training)
 

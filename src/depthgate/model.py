@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig, experts_choose
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import expert_hidden, swiglu_hidden
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
@@ -40,7 +40,7 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
     )
     ffn: nn.Module
     if kind in EXPERT_KINDS:
-        choose = experts_choose(config, kind)
+        choose = config.experts_choose(kind)
         ffn = MoE(
             dim,
             config.experts,

@@ -35,8 +35,8 @@ from tests.view.chromium import Browser
 # Reads as markup, has characters of several bytes, and nothing about it is Python.
 HOSTILE = "<script>alert('&amp;')</script> <b onclick=\"x\"> é ☃ \x00\x1b\t\u202e </pre></html> "
 SMALL = {"model.dim": 32, "model.heads": 2, "model.context": 64, "batch": 2}
-STEPS = 26
-REAL = {name: PRESETS[name] for name in ("tiny-mod", "tiny-dense")}
+STEPS = 60
+REAL = {name: PRESETS[name] for name in command.MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_last_line_is_the_report_which_stands_alone(
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == str(finished / "report.html")
     text = Path(last).read_text()
-    for name in ("tiny-mod", "tiny-dense"):
+    for name in command.MODELS:
         assert f'<th scope="col">{name}</th>' in text
         assert f"<h3>{name}</h3>" in text
         for line in ("training", "held out, causal"):
@@ -105,7 +105,7 @@ def test_last_line_is_the_report_which_stands_alone(
     for absent in ("http://", "https://", "<script", "<b ", "<folder>", "<i>&", "\0", "\x1b", "\u202e", "url(", "src="):
         assert absent not in body
     assert "&lt;folder&gt;" in text
-    assert text.count("</pre>") == 3  # the coloured text and two samples
+    assert text.count("</pre>") == 4  # the coloured text and three samples
     assert text.count("</html>") == 1
     browser = Browser()
     try:
@@ -146,25 +146,25 @@ def test_one_seed_gives_one_result_and_an_interrupted_demo_the_same(
 
 
 def test_equal_flops(home: Path, finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mod, dense = figures(home, finished.name, capsys)
-    assert (mod["variant"], dense["variant"]) == ("tiny-mod", "tiny-dense")
-    assert mod["steps"] == STEPS
-    for row in (mod, dense):
+    found = {row["variant"]: row for row in figures(home, finished.name, capsys)}
+    assert set(found) == set(command.MODELS)
+    assert found["tiny-dense"]["steps"] == STEPS
+    for row in found.values():
         assert row["flops"] == pytest.approx(row["flops_per_token"] * row["tokens"])
         assert row["tokens"] == row["steps"] * 2 * 64
         assert len(row["held_out"]) == 4
         assert row["held_out"][-1] == [row["flops"], row["loss_causal"]]
-    assert dense["flops"] == pytest.approx(mod["flops"], rel=0.01)
+        assert row["flops"] == pytest.approx(found["tiny-dense"]["flops"], rel=0.01)
 
 
 def test_equal_flops_of_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, options in REAL.items():
         monkeypatch.setitem(PRESETS, name, options)
-    for steps in (46, 100, DemoConfig().steps, 12_345):
+    for steps in (61, 100, DemoConfig().steps, 12_345):
         cells = Study(command.study_config(DemoConfig(steps=steps))).cells
-        assert [cell.variant for cell in cells] == ["tiny-mod", "tiny-dense"]
+        assert [cell.variant for cell in cells] == list(command.MODELS)
         assert cells[0].training.steps == steps
-        assert cells[1].flops == pytest.approx(cells[0].flops, rel=0.01)
+        assert all(cell.flops == pytest.approx(cells[0].flops, rel=0.01) for cell in cells)
         for cell in cells:
             preset = train_config(cell.variant)
             assert cell.training.model == preset.model
@@ -175,7 +175,7 @@ def test_equal_flops_of_the_presets_as_they_are(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(DepthgateError, match=r"steps is 1: .* use --steps") as caught:
         command.study_config(DemoConfig(steps=1))
     named = int(str(caught.value).split()[-1])
-    assert command.study_config(DemoConfig(steps=named)).variants == "tiny-mod,tiny-dense"
+    assert command.study_config(DemoConfig(steps=named)).variants == "tiny-dense,tiny-mod,tiny-mode"
 
 
 SPAN = re.compile(
@@ -216,7 +216,9 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
     # After a few steps the causal rule routes next to nothing: have it route about half, and look again.
     for _ in range(4):
         for i, plan in enumerate(model(rows, causal=True).plans):
-            model.layers[2 * i + 1].router.rule.down.bias.data -= plan.decision.median()
+            model.layers[2 * i + 1].router.rule.average += (
+                plan.decision.median() * model.layers[2 * i + 1].router.rule.weight
+            )
     seen = read(model, ids)
     assert 768 < check(routed_text(seen.tokens, seen.through, seen.names)) < 3 * 768
 

@@ -4,8 +4,8 @@ import json
 import re
 from html import unescape
 
-from depthgate.isoflop.fit import Curve, Verdict
-from depthgate.isoflop.report import _fitted, compared, in_words, no_verdict, short_flops
+from depthgate.isoflop.fit import AGAIN, Curve, Verdict
+from depthgate.isoflop.report import _fitted, compared, in_words, no_verdict, resolution, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
 
@@ -16,9 +16,9 @@ def test_verdicts_in_words():
     )
     good = Verdict(1e16, "mod", "", 0.0151, (0.012, 0.018), 0.5, (0.4, 0.6), 0.31, (0.2, 0.4), False)
     assert in_words(good) == (
-        "mod against dense at 1e16 FLOPs: best loss 1.51% lower (gain 1.20% to 1.80%); a forward pass of its smallest "
-        "model with dense's best loss takes 50% fewer FLOPs (saving 40% to 60%); to reach dense's best loss, training "
-        "takes 31% fewer FLOPs (saving 20% to 40%)."
+        "mod against dense at 1e16 FLOPs: best loss 1.51% lower (gain 1.20% to 1.80%); the same loss as dense's best "
+        "at 50% fewer FLOPs (saving 40% to 60%) in a forward pass; to reach dense's best loss, training takes 31% "
+        "fewer FLOPs (saving 20% to 40%)."
     )
     bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True, no_interval="3 cells")
     assert in_words(bad) == (
@@ -30,6 +30,20 @@ def test_verdicts_in_words():
     assert in_words(unsure) == (
         "mod against dense at 1e16 FLOPs: best loss 0.10% lower (gain -0.80% to 1.20%): the difference is not "
         "significant."
+    )
+
+
+def test_the_resolution_in_words():
+    assert resolution(Verdict(1e15, AGAIN, "", 0.001, (-0.002, 0.004))) == (
+        "Dense against dense with other seeds at 1e15 FLOPs: +0.10% (-0.20% to +0.40%): the study tells differences "
+        "from about 0.30% on."
+    )
+    assert resolution(Verdict(1e15, AGAIN, "", 0.01, (0.002, 0.018))) == (
+        "Dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out: the "
+        "intervals of this study are too narrow, train more seeds."
+    )
+    assert resolution(Verdict(1e15, AGAIN, "dense is not bracketed: 2 sizes")) == (
+        "Dense against dense with other seeds at 1e15 FLOPs: no interval, dense is not bracketed: 2 sizes."
     )
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from depthgate.cli import main
 from depthgate.flops import forward_flops, training_flops
 from depthgate.isoflop.cell import text_file
 from depthgate.isoflop.config import IsoflopConfig
+from depthgate.isoflop.fit import AGAIN
 from depthgate.isoflop.grid import Grid, learning_rate
 from depthgate.isoflop.study import Study
 from tests.train.tiny import write_data
@@ -32,6 +34,8 @@ HALF = '{"study": "KEY", "cell": "a", "loss_causal": null}\n'
 # Budgets that all sizes come near to within few steps of 32 tokens.
 BUDGETS = (1.38e8, 1.73e8)
 GRID = [
+    "--calibrate",
+    "false",
     "--budgets",
     "1.38e8,1.73e8",
     "--sizes",
@@ -450,8 +454,20 @@ def test_a_sweep_finds_rates(home, tmp_path):
     for dim in {row["dim"] for row in tried}:
         losses = {row["lr"]: row["loss_causal"] for row in tried if row["dim"] == dim}
         best = min(losses, key=losses.get)
-        assert len(losses) >= 5
+        assert len(losses) >= 3
         assert min(losses) < best < max(losses) or len(losses) == 9
+
+
+def test_dense_has_a_second_seed_that_calibrates_the_study(home, tmp_path, capsys):
+    out = tmp_path / "calibrated"
+    assert study(home, out, "--calibrate", "true", "--budgets", "1.38e8", "--json", at_once="2") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert Counter((row["variant"], row["seed"]) for row in rows(out)) == {
+        **{("dense", 0): 3, ("dense", 1): 3, ("mod", 0): 3}
+    }
+    (check,) = told["calibration"]
+    assert check["variant"] == AGAIN
+    assert [verdict["variant"] for verdict in told["verdicts"]] == ["mod"]
 
 
 @pytest.mark.parametrize("launcher", ["ray", "submitit"])

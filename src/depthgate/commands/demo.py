@@ -1,4 +1,4 @@
-"""`depthgate demo`: a study of two models, Mixture-of-Depths and dense, of equal training FLOPs; with samples."""
+"""`depthgate demo`: a study of three models of equal training FLOPs (dense, MoD and MoDE), with samples."""
 
 from itertools import count
 
@@ -12,42 +12,43 @@ from depthgate.presets import train_config
 from depthgate.view import page as pages
 from depthgate.view.page import Html
 
-MOD, DENSE = "tiny-mod", "tiny-dense"
-TOLERANCE = 0.01  # largest difference of the two runs' FLOPs
+MODELS = DENSE, MOD, MODE = "tiny-dense", "tiny-mod", "tiny-mode"
+TOLERANCE = 0.01  # largest difference of two runs' FLOPs
 SAMPLED = 300  # tokens of each sample, at most
-TITLE = "depthgate demo: Mixture-of-Depths and dense at equal training FLOPs"
+TITLE = "depthgate demo: dense, Mixture-of-Depths and MoDE at equal training FLOPs"
 
 
 def run(config: DemoConfig, as_json: bool) -> None:
-    """Train both models unless that is done; print a table, or one JSON object, and write the report."""
+    """Train the models unless that is done; print a table, or one JSON object, and write the report."""
     study = Study(study_config(config), command("demo", config))
     with study.opened():
         study.run()
-        if len(study.rows) == 2:
+        if len(study.rows) == len(MODELS):
             write(study, as_json, TITLE, _introduction(study))
     study.check_failed()
 
 
 def study_config(config: DemoConfig) -> IsoflopConfig:
-    """The study of both presets at the FLOPs of so many steps of tiny-mod."""
-    preset = train_config(MOD)
-    per_step = [training_flops(train_config(name).model) for name in (MOD, DENSE)]
+    """The study of all presets at the FLOPs of so many steps of the dense one."""
+    preset = train_config(DENSE)
+    dense, *others = (training_flops(train_config(name).model) for name in MODELS)
 
     def difference(steps: int) -> float:
-        wanted = steps * per_step[0] / per_step[1]
-        return abs(max(1, round(wanted)) / wanted - 1)
+        wanted = [steps * dense / each for each in others]
+        return max(abs(max(1, round(each)) / each - 1) for each in wanted)
 
     if difference(config.steps) > TOLERANCE:
         near = next(steps for steps in count(config.steps) if difference(steps) <= TOLERANCE)
-        what = f"steps is {config.steps}: no number of steps of {DENSE} costs the same FLOPs within {TOLERANCE:.0%}"
+        what = f"steps is {config.steps}: no numbers of steps of the others cost the same FLOPs within {TOLERANCE:.0%}"
         raise InvalidValueError(f"{what}; use --steps {near}")
     return IsoflopConfig(
         data=config.data,
         out=config.out,
-        budgets=config.steps * per_step[0] * preset.batch * preset.model.context,
+        budgets=config.steps * dense * preset.batch * preset.model.context,
         sizes=1,
-        variants=f"{MOD},{DENSE}",
+        variants=",".join(MODELS),
         seed=config.seed,
+        tokenizer="bytes",
         context=preset.model.context,
         batch=preset.batch,
         lr=preset.lr,
@@ -61,6 +62,6 @@ def study_config(config: DemoConfig) -> IsoflopConfig:
 
 def _introduction(study: Study) -> Html:
     rows = {row["variant"]: row for row in study.rows}
-    mod, dense = rows[MOD], rows[DENSE]
-    cost, more = mod["flops_per_token"] / dense["flops_per_token"], dense["tokens"] / mod["tokens"]
-    return pages.fill("demo", data=study.config.data, mod=mod, dense=dense, cost=cost, more=more)
+    dense, mod, mode = (rows[name] for name in MODELS)
+    experts = train_config(MODE).model.experts
+    return pages.fill("demo", data=study.config.data, mod=mod, dense=dense, mode=mode, experts=experts)

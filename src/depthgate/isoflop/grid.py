@@ -27,7 +27,7 @@ _MOST_STEPS = 2**31 - 1
 # Widths of the ladder: four to a doubling from 128 on, so that heads are of 32 or 64.
 WIDTHS = [16, 24, 32, 48, 64, 96] + [2**n // 4 * (4 + i) for n in range(7, 15) for i in range(4)]
 # lr = scale * (width / 128) ** _WIDTH_POWER * (budget / 1e12) ** _BUDGET_POWER: docs/log.md has the sweeps behind it.
-_SCALE, _WIDTH_POWER = 8e-3, -0.75
+_SCALE, _WIDTH_POWER = 0.016, -0.75
 _BUDGET_POWER = -0.0866  # half the rate at 3e15 FLOPs
 _MOST_RATES = 9
 Row = dict[str, Any]  # of results: a finished cell

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from depthgate.config import RunConfig, TrainConfig, experts_choose
+from depthgate.config import RunConfig, TrainConfig
 from depthgate.device import World
 from depthgate.train.parallel import like
 
@@ -17,7 +17,7 @@ Optimizers = Sequence[torch.optim.Optimizer]
 def capturable(config: TrainConfig, world: World) -> bool:
     """True if a step can be a CUDA graph: one process, nothing that waits for the device (products of experts that
     tokens choose do in fp32), and no rate that is a Python number (Muon's is)."""
-    experts = any(experts_choose(config.model, kind) is False for kind in config.model.kinds)
+    experts = any(config.model.experts_choose(kind) is False for kind in config.model.kinds)
     plain = config.optimizer == "adamw" and (config.dtype == "bfloat16" or not experts)
     return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and plain
 
