@@ -166,7 +166,7 @@ def _fitted_together(variants: Sequence[Sequence[Row]]) -> tuple[list[Tensor], i
     sizes = [torch.tensor([row["params"] for row in near[n]], dtype=torch.float64).log() for n in curved]
     middle = [x.mean() for x in sizes]
     powers = [(x - at)[:, None] ** torch.arange(3) for x, at in zip(sizes, middle, strict=True)]
-    columns = torch.cat((torch.block_diag(*powers), _seed_columns(cells)), 1)
+    columns = torch.cat((torch.block_diag(*powers), _seed_columns(cells)), 1)  # type: ignore[no-untyped-call]
     inverse = torch.linalg.pinv(columns)
     fitted, freedom = columns @ (inverse @ losses), len(cells) - int(torch.linalg.matrix_rank(columns))
     drawn = losses.expand(1 + DRAWS, -1).clone()
