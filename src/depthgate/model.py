@@ -70,6 +70,13 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
     return block
 
 
+def _single_documents(pos: Tensor | None, doc: Tensor | None) -> bool:
+    """True if every row is known to be tokens of one document alone. Only a CPU is asked: another device would wait."""
+    if pos is None or doc is None or pos.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool((doc == doc[:, :1]).all() and (pos >= 0).all() and (pos.diff() > 0).all())
+
+
 def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
     """x plus the updates of the layers, one after another, and their plans."""
     plans: Plans = ()
@@ -131,7 +138,8 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         if self.config.embed_norm:
             x = F.rms_norm(x, x.shape[-1:])
-        plain = pos is None and doc is None and caches is None
+        plain = caches is None and ((pos is None and doc is None) or _single_documents(pos, doc))
+        doc = None if plain else doc
         if pos is None:
             pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
         each = [None] * len(self.layers) if caches is None else caches

@@ -19,13 +19,13 @@ EXPERTS: dict[str, Any] = {"first": "dense", "experts": 16, "top_k": 1, "shared_
 SCHEDULE: dict[str, Any] = {"schedule": "linear", "lowest_lr": 0.0}
 
 _TINY = {
-    **_model(dim=96, layers=4, heads=3, context=256, **RECIPE),
+    **_model(dim=48, layers=2, heads=2, context=256, **RECIPE),
     **SCHEDULE,
-    "batch": 8,
-    "lr": 3e-3,
-    "warmup": 20,
+    "batch": 4,
+    "lr": 0.016,
+    "warmup": 40,
     "schedule_steps": 1000,
-    "checkpoint_every": 10,
+    "checkpoint_every": 100,
 }
 _124M = {
     **_model(vocab=32768, dim=768, layers=12, heads=12, context=1024, **RECIPE),
@@ -45,7 +45,7 @@ _MODE = _model(**EXPERTS, pattern="mode")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny-dense": _TINY,
-    "tiny-mod": {**_TINY, **_MOD, "model.layers": 8},
+    "tiny-mod": {**_TINY, **_MOD, "model.layers": 4},
     "tiny-mode": {**_TINY, **_MODE},
     "dense-124m": _124M,
     "mod-124m": {**_124M, **_MOD},

@@ -1,5 +1,6 @@
 """`depthgate demo`: a study of three models of equal training FLOPs (dense, MoD and MoDE), with samples."""
 
+import os
 from itertools import count
 
 from depthgate.config import DemoConfig
@@ -53,8 +54,8 @@ def study_config(config: DemoConfig) -> IsoflopConfig:
         batch=preset.batch,
         lr=preset.lr,
         device="cpu",  # these models are too small for a GPU to help, and a CPU gives the same figures again
-        parallel=1,
-        measured=2**15,
+        parallel=min(2, os.cpu_count() or 1),
+        measured=2**16,
         points=4,
         samples=SAMPLED,
     )

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -36,6 +37,7 @@ from depthgate.train import loop
 from depthgate.train.evaluate import measure
 
 RESULT = "result.json"
+_EVERY = 15.0  # seconds between two words on a cell that runs beside others
 _NUMBERS = ("budget", "params", "seed", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
 
 
@@ -151,8 +153,12 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
         failure, told = context.Pipe(duplex=False)
         process = context.Process(target=_in_process, args=(cell, config, threads, at_once == 1, told))
         process.start()
+        said = time.monotonic()
         while process.is_alive() and not stopping.is_set():
             process.join(0.2)
+            if at_once > 1 and time.monotonic() - said > _EVERY and (step := _last_step(cell)):
+                said = time.monotonic()
+                say(f"{cell.name}: {step}")
         if process.is_alive():
             process.terminate()  # it saves where it is, if it has anything to save
             process.join(60)
@@ -170,6 +176,15 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
     finally:
         stopping.set()
         pool.shutdown(cancel_futures=True)
+
+
+def _last_step(cell: Cell) -> str:
+    """How far a cell's training is; nothing if it has not begun, or is done."""
+    try:
+        row = json.loads((cell.folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
+        return f"step {row['step']:,} of {cell.training.steps:,}, loss {row['loss']:.3f}"
+    except (OSError, ValueError, IndexError, TypeError):  # a line may be half written
+        return ""
 
 
 def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool, told: Connection) -> None:
