@@ -1,4 +1,4 @@
-"""Whole steps of `depthgate train` (forward, head, loss, backward, optimizer): dense and MoD, time and FLOPs.
+"""Whole steps of `depthgate train` (forward, head, loss, backward, optimizer): dense, MoD and MoDE, time and FLOPs.
 
     python benchmarks/train.py --widths 256,2048 --steps 6 --rounds 2 --llama 2048 --json
 
@@ -26,12 +26,13 @@ from depthgate.config import RULE_NAMES, ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
 from depthgate.device import World, matmul_rate
 from depthgate.flops import parameters, training_flops
+from depthgate.presets import EXPERTS, MOD
 from depthgate.train import optim
 from depthgate.train.loop import Pretraining
 from depthgate.train.step import Figures, Step
 
 _LLAMA = "Llama, transformers"
-_PATTERNS = {"dense": "dense", "MoD": "dense,mod", _LLAMA: "dense"}
+_MODELS: dict[str, dict[str, Any]] = {"dense": {}, "MoD": MOD, "MoDE": {**EXPERTS, "pattern": "mode"}, _LLAMA: {}}
 _BATCHES = 4
 _PART = 2**26  # tokens times width that are computed at once
 _CHECKED = 2  # steps
@@ -39,7 +40,7 @@ _ROWS = 8  # computed at once by the plain step
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
-def _model(dim: int, config: argparse.Namespace, pattern: str) -> ModelConfig:
+def _model(dim: int, config: argparse.Namespace, name: str) -> ModelConfig:
     heads = dim // (128 if dim >= 1024 else 64)  # as the presets have them
     return ModelConfig(
         vocab=config.vocab,
@@ -48,9 +49,7 @@ def _model(dim: int, config: argparse.Namespace, pattern: str) -> ModelConfig:
         heads=heads,
         kv_heads=max(1, heads // 4),
         context=config.seq,
-        pattern=pattern,
-        capacity=config.capacity,
-        rule=config.rule,
+        **{**_MODELS[name], "capacity": config.capacity, "rule": config.rule},
     )
 
 
@@ -100,7 +99,8 @@ def _step(training: TrainConfig) -> Step:
 
 def _plain_figures(training: TrainConfig, batches: list[Rows]) -> list[tuple[float, float]]:
     """Loss and gradient norm of the first steps, computed plainly."""
-    parts = max(1, training.batch // _ROWS)
+    # Experts choose out of what is computed at once.
+    parts = training.accumulate if "mode" in training.model.kinds else max(1, training.batch // _ROWS)
     step = _step(replace(training, compile=False, cuda_graph=False, accumulate=parts, max_documents=None))
     return [step(rows).read()[:2] for rows in batches[:_CHECKED]]
 
@@ -167,7 +167,7 @@ def _row(dim: int, name: str, config: argparse.Namespace, ceiling: float) -> dic
     measure.say(f"width {dim}: {name}")
     if config.compile:
         torch.compiler.reset()
-    model = _model(dim, config, _PATTERNS[name])
+    model = _model(dim, config, name)
     training, batches, tokens = _training(model, config), _batches(config), config.batch * config.seq
     flops = training_flops(model) * tokens
     row: dict[str, Any] = {"dim": dim, "model": name, "parameters": parameters(model), "flops": flops}
@@ -200,6 +200,7 @@ def options() -> argparse.ArgumentParser:
         default=[256, 512, 1024, 2048],
         help="heads are of 64, and of 128 from width 1024, four to one of keys",
     )
+    found.add_argument("--routed", nargs="+", choices=("MoD", "MoDE"), default=["MoD", "MoDE"])
     found.add_argument("--layers", type=int, default=16)
     found.add_argument("--seq", type=int, default=2048, help="tokens in a sequence")
     found.add_argument("--batch", type=int, default=128, help="sequences in a step; wide models compute it in parts")
@@ -220,7 +221,7 @@ def run(config: argparse.Namespace) -> None:
     if config.llama:
         measure.check_transformers()
     ceiling = matmul_rate(config.device, getattr(torch, config.dtype))
-    cases = [(dim, name) for dim in config.widths for name in ("dense", "MoD")]
+    cases = [(dim, name) for dim in config.widths for name in ["dense", *config.routed]]
     rows: list[dict[str, Any]] = []
     for dim, name in [*cases, *((dim, _LLAMA) for dim in config.llama)]:
         row = _row(dim, name, config, ceiling)

@@ -120,6 +120,9 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
         raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {to} is not: write it as {kind}")
     if others := set(ours.kinds) - {"dense", "mod"}:
         raise InvalidValueError(f"cannot export a {min(others)!r} layer: Llama and Qwen3 have dense and mod layers")
+    if extra := [name for name in ("key_shift", "embed_norm", "router_norm") if getattr(ours, name)]:
+        what = f"{' and '.join(extra)} of the model: Llama and Qwen3 do not have it"
+        raise InvalidValueError(f"cannot export {what}; train with --model.{extra[0]} false, or keep the run as it is")
     register()  # refuses where transformers is missing
     from transformers import initialization
 
