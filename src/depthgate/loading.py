@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from depthgate.checkpoint import store as checkpoint
-from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, check_fit
+from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, as_written_now, check_fit
 from depthgate.checkpoint.tensors import damaged
-from depthgate.config import EXPERT_KINDS, ModelConfig
+from depthgate.config import ModelConfig
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.flops import parameters, swiglu_hidden
+from depthgate.flops import parameters
 from depthgate.model import Decoder
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
     from depthgate.hf.adapter import HFLanguageModel
 
 _LARGEST_CONFIG = 2**24  # bytes that are looked at
-# Values of a model that runs of older versions do not name, and what they were.
-_LATER: dict[str, Any] = {
-    **dict.fromkeys(("head_dim", "norm_eps", "first", "expert_gate")),
-    **dict.fromkeys(("key_shift", "embed_norm", "router_norm"), False),
-    "choice": "experts",  # read by no layer of that time
-    "pool": "batch",
-}
 
 
 class LoadedDecoder(Decoder):
@@ -125,27 +118,14 @@ def load(path: str | Path) -> LoadedDecoder:
 
 def model_config(config: dict[str, Any], path: Path) -> ModelConfig:
     """The model's part of a run's configuration. Unknown and missing keys and wrong values are refused."""
-    given = as_written_now(config)["model"]
+    section = as_written_now(config).get("model")
+    given = section if isinstance(section, dict) else {}
     if wrong := given.keys() ^ {field.name for field in fields(ModelConfig)}:
         raise damaged(path / CONFIG, f"has wrong or missing keys ({', '.join(sorted(wrong))[:200]})")
     try:
         return ModelConfig(**given)
     except DepthgateError as error:
         raise damaged(path / CONFIG, f"does not name a model ({error})") from None
-
-
-def as_written_now(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration as this version writes it: what older versions did not name is what it was then."""
-    model = config.get("model")
-    if not isinstance(model, dict):
-        return {**config, "model": {}}
-    pattern, dim, changed = model.get("pattern"), model.get("dim"), dict[str, Any]()
-    if "choice" not in model and isinstance(pattern, str) and isinstance(dim, int):
-        kinds = pattern.split(",")  # mode was the staged kind, and experts as wide as a dense feed-forward
-        changed["pattern"] = ",".join("mode_staged" if kind == "mode" else kind for kind in kinds)
-        if {*kinds} & {*EXPERT_KINDS}:
-            changed["expert_hidden"] = model.get("expert_hidden") or model.get("hidden") or swiglu_hidden(dim)
-    return {**config, "model": {**_LATER, **model, **changed}}
 
 
 def _tokenizer(folder: Path, vocab: int, known: Any) -> TextTokenizer:

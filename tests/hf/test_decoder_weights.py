@@ -154,6 +154,7 @@ def test_a_half_precision_model_keeps_its_routers_whole():
     [
         ({"pattern": "dense,moe"}, None, "cannot export a 'moe' layer"),
         ({"pattern": "mode"}, None, "cannot export a 'mode' layer"),
+        ({"key_shift": True}, None, "cannot export key_shift of the model"),
         ({"pattern": "random"}, None, "cannot export a 'random' layer"),
         ({"qk_norm": True}, "llama", "qk_norm is true, which llama is not: write it as qwen3"),
         ({}, "qwen3", "qk_norm is false, which qwen3 is not: write it as llama"),
@@ -199,7 +200,8 @@ def run(tmp_path_factory):
     (folder.parent / "text").write_text("a quick brown fox jumps over the lazy dog\n" * 400)
     options = ["--data", str(folder.parent / "text"), "--out", str(folder), "--steps", "3", "--device", "cpu"]
     shape = ["--model.dim", "32", "--model.layers", "2", "--model.heads", "2", "--model.context", "32", "--batch", "2"]
-    assert main(["train", "--preset", "tiny-mod", *options, *shape, "--tokenizer", "bytes"]) == 0
+    plain = [f"--model.{name}=false" for name in ("qk_norm", "key_shift", "embed_norm", "router_norm")]
+    assert main(["train", "--preset", "tiny-mod", *options, *shape, *plain, "--tokenizer", "bytes"]) == 0
     return folder
 
 

@@ -71,7 +71,7 @@ def finished(home: Path) -> Path:
 @pytest.fixture(scope="module")
 def mod(finished: Path) -> Path:
     """The run of its Mixture-of-Depths model."""
-    return next(finished.glob("cells/*tiny-mod*"))
+    return next(finished.glob("cells/*tiny-mod-*/"))
 
 
 def figures(home: Path, out: str, capsys: pytest.CaptureFixture[str], *options: str) -> list[dict[str, Any]]:
@@ -198,9 +198,9 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
         chosen = [plan.chosen.flatten().tolist() for plan in plans if isinstance(plan, Slots)]
         spans = SPAN.findall(page)
         assert len(spans) == len(ids)
-        assert len(chosen) == 4
+        assert len(chosen) == 2
         for n, (kind, shown, layers) in enumerate(spans):
-            through = [layer for layer, at in zip((1, 3, 5, 7), chosen, strict=True) if at[n]]
+            through = [layer for layer, at in zip((1, 3), chosen, strict=True) if at[n]]
             assert [int(layer) for layer in layers.split(", ") if layer] == through
             assert (kind == "token") == bool(through)
             if 32 < ids[n] < 127:
@@ -220,7 +220,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
                 plan.decision.median() * model.layers[2 * i + 1].router.rule.weight
             )
     seen = read(model, ids)
-    assert 768 < check(routed_text(seen.tokens, seen.through, seen.names)) < 3 * 768
+    assert 384 < check(routed_text(seen.tokens, seen.through, seen.names)) < 1.5 * 768
 
 
 def test_losses_are_those_of_eval(finished: Path, mod: Path, tmp_path: Path) -> None:

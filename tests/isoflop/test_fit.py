@@ -140,7 +140,7 @@ def test_curves_with_the_same_residuals_are_not_drawn_alike():
 def test_what_seeds_share_is_not_in_the_difference():
     """Each seed moves all losses by ten times the gain, and only a little of its own is left: paired, the gain is seen.
     Of models of different seeds it is not."""
-    draw = random.Random(1)
+    draw = random.Random(2)
 
     def made(variant, low, seeds):
         found = [row for row in rows(variant, 1e15, bowl(4e6, low, 0.02), 4) if row["seed"] in seeds]
@@ -152,10 +152,18 @@ def test_what_seeds_share_is_not_in_the_difference():
     assert 0.0025 < low < 0.003 < high < 0.0035
     (found,) = fit.verdicts(fit.curves([*made("dense", 2.0, (0, 1)), *made("mod", 1.994, (0,))]))
     assert found.gain == pytest.approx(0.003, abs=2e-4)  # the second seed of dense does not count against it
-    (check,) = fit.calibrations(made("dense", 2.0, range(4)))
-    low, high = check.gain_interval
-    assert low < 0 < high
-    assert high - low > 0.02  # of seeds that differ, nothing can be paired
+
+
+@pytest.mark.parametrize("mods", [0, 1, 2])
+def test_the_calibration_holds_nothing_about_as_often_as_it_says(mods):
+    """Losses that differ by chance alone: 0 lies in the interval of dense against dense, whatever seeds others have."""
+    inside = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        made = rows("dense", 1e15, bowl(4e6, 2.0, 0.02), 2) + rows("mod", 1e15, bowl(4e6, 1.9, 0.02), mods)
+        (check,) = fit.calibrations([{**row, "loss_causal": row["loss_causal"] + draw.gauss(0, 0.002)} for row in made])
+        inside += check.gain_interval[0] <= 0 <= check.gain_interval[1]
+    assert inside >= 53  # 95% of 60 is 57
 
 
 def test_the_calibration_is_dense_against_itself():
@@ -201,10 +209,9 @@ def test_rates_by_hand():
     assert grid.further_rates({1e-3: 2.0, 2e-3: 1.0}, [4e-3]) == []
     assert grid.further_rates({}, [1e-3]) == []
     assert grid.further_rates({2.0**i: -float(i) for i in range(9)}, [256.0]) == []
-    found = {"mod": grid.scale_of_rates(2e-3, 128, 1e12)}
-    assert grid.learning_rate("mod", 128, 1e12, found) == pytest.approx(2e-3)
-    assert grid.learning_rate("mod", 2048, 1e12, found) == pytest.approx(2e-3 / 8)  # 16 ** 0.75
-    assert grid.learning_rate("mod", 128, 3e15, found) == pytest.approx(1e-3, rel=1e-3)
-    assert grid.learning_rate("mod:capacity=0.5", 256, 1e12, found) == grid.learning_rate("mod", 256, 1e12, {})
-    elsewhere = {"mod": grid.scale_of_rates(3e-3, 320, 1e16)}
-    assert grid.learning_rate("mod", 320, 1e16, elsewhere) == pytest.approx(3e-3)
+    found = {"mod": grid.scale_of_rates(2e-3, 128)}
+    assert grid.learning_rate("mod", 128, found) == pytest.approx(2e-3)
+    assert grid.learning_rate("mod", 2048, found) == pytest.approx(2e-3 / 8)  # 16 ** 0.75
+    assert grid.learning_rate("mod:capacity=0.5", 256, found) == grid.learning_rate("mod", 256, {})
+    elsewhere = {"mod": grid.scale_of_rates(3e-3, 320)}
+    assert grid.learning_rate("mod", 320, elsewhere) == pytest.approx(3e-3)

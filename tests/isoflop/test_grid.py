@@ -132,7 +132,7 @@ def test_budgets_too_small_for_a_step_and_sizes_too_large_for_memory():
 
 def test_a_preset_is_a_variant_of_one_size():
     dense, mod = grid(budgets=1e12, sizes=1, variants="tiny-dense,tiny-mod:capacity=0.25", context=64).cells()
-    assert (dense.training.model.layers, mod.training.model.layers) == (4, 8)
+    assert (dense.training.model.layers, mod.training.model.layers) == (2, 4)
     assert mod.training.model.capacity == 0.25
     assert dense.training.model.context == mod.training.model.context == 64
     assert dense.flops == pytest.approx(mod.flops, rel=0.03)

@@ -137,7 +137,7 @@ def test_what_the_run_was_asked_to_do_is_also_in_its_checkpoints(home, tmp_path,
     damage(tmp_path / "run" / "config.json")
     with pytest.warns(UserWarning, match=r"(?s)config.json.*the configuration in the newest checkpoint is used"):
         assert resume(home, tmp_path / "run", 12, "--lr=0.5") == 2
-    assert "lr: 0.003 there, 0.5 here" in capsys.readouterr().err
+    assert "lr: 0.016 there, 0.5 here" in capsys.readouterr().err
     with pytest.warns(UserWarning, match=r"config.json"):
         assert resume(home, tmp_path / "run") == 0
     assert same(tmp_path / "run", home / "twelve")
@@ -167,7 +167,7 @@ OTHERS = {
     "--model.dim=32": "model.dim: 16 there, 32 here",
     "--model.layers=4": "model.layers: 2 there, 4 here",
     "--model.capacity=0.5": "model.capacity: 0.125 there, 0.5 here",
-    "--model.rule=threshold": "model.rule: predictor there, threshold here",
+    "--model.rule=predictor": "model.rule: threshold there, predictor here",
     "--model.gate=raw": "model.gate: one_plus_tanh there, raw here",
     "--model.pattern=moe": "model.pattern: dense,mod there, moe here",
     "--model.vocab=300": "model.vocab: 257 there, 300 here",

@@ -121,7 +121,7 @@ def test_eval_prints_the_causal_and_the_top_k_figure(tmp_path, data, capsys):
 
 BAD = {
     "steps 0": (["--steps=0"], "steps is 0"),
-    "preset": (["--preset=tiny-mode"], "tiny-mod"),
+    "preset": (["--preset=tiny-moode"], "tiny-mode"),
     "unknown option": (["--model.dims=8"], "dims"),
     "vocabulary": (["--model.vocab=300"], "model.vocab is 300"),
     "absurd size": (["--model.hidden=1000000000"], "hidden is 1000000000"),
@@ -151,7 +151,7 @@ def test_another_run_is_not_overwritten(tmp_path, data, capsys):
     assert "another run" in capsys.readouterr().err
     assert train(tmp_path / "a", data, 5, "--resume", "--lr=0.5", "--seed=9") == 2
     errors = capsys.readouterr().err
-    assert "lr: 0.003 there, 0.5 here" in errors
+    assert "lr: 0.016 there, 0.5 here" in errors
     assert "seed: 0 there, 9 here" in errors
     assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
 

@@ -32,9 +32,11 @@ from torch import Tensor
 
 from depthgate.checkpoint import tensors as tensor_files
 from depthgate.checkpoint.tensors import FILE_NAME, damaged, file_name, from_json
+from depthgate.config import EXPERT_KINDS
 from depthgate.device import World
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
 from depthgate.files import sync
+from depthgate.flops import swiglu_hidden
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"  # in the folder of a run
 MANIFEST = "manifest.json"
@@ -43,6 +45,12 @@ VERSION = 1
 MAX_STEP = 10**15
 MAX_JSON = 16 * 2**20  # far above any real file: it bounds the memory that a hostile one can take
 _FORMAT = "depthgate checkpoint"
+# Values of a model that runs of older versions do not name, and what they were.
+_LATER: dict[str, Any] = {
+    **dict.fromkeys(("head_dim", "norm_eps", "first", "expert_gate")),
+    **dict.fromkeys(("key_shift", "embed_norm", "router_norm"), False),
+    **{"choice": "experts", "pool": "batch"},  # read by no layer of that time
+}
 _STEP = re.compile(r"(?:step|(\.old)-step)-(0|[1-9][0-9]{0,15})(?(1)-[0-9a-f]+)")
 
 Named = Mapping[str, Tensor]
@@ -370,3 +378,17 @@ def _discard(path: Path) -> None:
             path.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(f"cannot remove {path} ({error.strerror}): remove it by hand", DepthgateWarning, stacklevel=5)
+
+
+def as_written_now(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration as this version writes it: what older versions did not name is what it was then."""
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return config
+    pattern, dim, changed = model.get("pattern"), model.get("dim"), dict[str, Any]()
+    if "choice" not in model and isinstance(pattern, str) and isinstance(dim, int):
+        kinds = pattern.split(",")  # mode was the staged kind, and experts as wide as a dense feed-forward
+        changed["pattern"] = ",".join("mode_staged" if kind == "mode" else kind for kind in kinds)
+        if {*kinds} & {*EXPERT_KINDS}:
+            changed["expert_hidden"] = model.get("expert_hidden") or model.get("hidden") or swiglu_hidden(dim)
+    return {**config, "model": {**_LATER, **model, **changed}}

@@ -189,7 +189,7 @@ class IsoflopConfig(Options):
     def seeds_of(self, variant: str) -> range:
         """The seeds of every cell of a variant: dense has two at least, where they calibrate the study."""
         names = [each.name for each in self.variant_list]
-        again = self.calibrate and self.sizes > 1 and variant == baseline(names)
+        again = self.calibrate and self.sizes > 1 and len(names) > 1 and variant == baseline(names)
         return range(self.seed, self.seed + max(self.seeds, 2 if again else 1))
 
 

@@ -5,9 +5,9 @@ lowest loss, two on each side (farther away, losses are not a parabola), and wha
 gives all models the same text in the same order, and the same first weights where names and shapes agree: differences
 between variants are differences between models of the same seeds.
 
-Intervals are of 95%, by a bootstrap of residuals: all curves of a budget are fitted again to themselves plus residuals
-drawn from their own, widened by Student's t because few residuals say little about their spread. There are none where
-less than two residuals are free, or more than one in forty of the curves drawn has no minimum.
+Intervals are of 95%: all curves of a budget are fitted again to themselves plus normal noise, as large as their
+residuals say it may be (for a parameter of the fit that gives Student's interval). There are none where less than two
+residuals are free, or more than one in forty of the curves drawn has no minimum.
 
 Dense against dense, with other seeds, is the calibration: the width of its interval is what the study can resolve.
 
@@ -32,8 +32,6 @@ AGAIN = "other seeds of dense"
 DRAWS = 1000
 _ENOUGH = 0.975  # share of the draws that must have a value for an interval to be given
 _FREEDOM = 2
-# The 97.5% point of Student's t for 2, 3, 4 ... degrees of freedom; the normal distribution's is 1.96.
-_T = (4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 Row = Mapping[str, Any]  # of results: a finished cell
 Interval = tuple[float, float] | None
 Points = list[tuple[float, float]]
@@ -173,9 +171,11 @@ def _fitted_together(variants: Sequence[Sequence[Row]]) -> tuple[list[Tensor], i
     if freedom >= _FREEDOM:
         # Each budget has its own random stream.
         random = torch.Generator().manual_seed(zlib.crc32(f"{cells[0]['budget']}".encode()))
-        scale = math.sqrt(len(cells) / freedom) * (_T[freedom - 2] / 1.96 if freedom < len(_T) + 2 else 1.0)
-        picked = torch.randint(len(cells), (DRAWS, len(cells)), generator=random)
-        drawn[1:] = fitted + scale * (losses - fitted)[picked]
+        spread = float((losses - fitted).square().sum()) ** 0.5 / torch.randn(
+            (DRAWS, freedom), generator=random, dtype=torch.float64
+        ).norm(dim=1)
+        noise = torch.randn((DRAWS, len(cells)), generator=random, dtype=torch.float64)
+        drawn[1:] = fitted + spread[:, None] * noise
     else:
         drawn[1:] = math.nan
     found = [nothing] * len(variants)
@@ -185,19 +185,17 @@ def _fitted_together(variants: Sequence[Sequence[Row]]) -> tuple[list[Tensor], i
 
 
 def _seed_columns(cells: Sequence[Row]) -> Tensor:
-    """(cells, seeds - 1): what each seed adds, all of them together 0. Seeds that no model has beside another one, so
-    that nothing can be said of them, have no column."""
-    models: dict[tuple[str, float], set[int]] = {}
-    for row in cells:
-        models.setdefault((row["variant"], row["params"]), set()).add(row["seed"])
-    paired = sorted(set().union(*(seeds for seeds in models.values() if len(seeds) > 1)))
-    columns = torch.zeros(len(cells), max(0, len(paired) - 1), dtype=torch.float64)
-    for n, row in enumerate(cells):
-        if row["seed"] in paired[:-1]:
-            columns[n, paired.index(row["seed"])] = 1.0
-        elif row["seed"] in paired:
-            columns[n] = -1.0
-    return columns
+    """(cells, seeds - 1): what each seed adds, all of them together 0. No columns, so that seeds are noise like any
+    other, where variants share no seeds, not even by way of others: what a seed adds could not be told from them."""
+    seeds = sorted({row["seed"] for row in cells})
+    used = {name: {row["seed"] for row in cells if row["variant"] == name} for name in {r["variant"] for r in cells}}
+    joined = used.pop(min(used))
+    while found := [name for name, mine in used.items() if mine & joined]:
+        joined |= used.pop(found[0])
+    if used:
+        return torch.zeros(len(cells), 0, dtype=torch.float64)
+    one_hot = torch.tensor([[row["seed"] == seed for seed in seeds] for row in cells], dtype=torch.float64)
+    return one_hot[:, :-1] - one_hot[:, -1:]
 
 
 def _minima(middle: Tensor, powers: Tensor) -> Tensor:

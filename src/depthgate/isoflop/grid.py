@@ -26,9 +26,8 @@ _BEST = 0.56  # a budget's best model is expected at _BEST * sqrt(budget) FLOPs 
 _MOST_STEPS = 2**31 - 1
 # Widths of the ladder: four to a doubling from 128 on, so that heads are of 32 or 64.
 WIDTHS = [16, 24, 32, 48, 64, 96] + [2**n // 4 * (4 + i) for n in range(7, 15) for i in range(4)]
-# lr = scale * (width / 128) ** _WIDTH_POWER * (budget / 1e12) ** _BUDGET_POWER: docs/log.md has the sweeps behind it.
-_SCALE, _WIDTH_POWER = 0.016, -0.75
-_BUDGET_POWER = -0.0866  # half the rate at 3e15 FLOPs
+# lr = scale * (128 / width) ** _WIDTH_POWER, at all budgets: docs/log.md has the sweeps behind it.
+_SCALE, _WIDTH_POWER = 0.008, 0.75
 _MOST_RATES = 9
 Row = dict[str, Any]  # of results: a finished cell
 Check = Callable[[Sequence["Cell"]], None]
@@ -162,7 +161,7 @@ class Grid:
             seed=seed,
             model=shape,
             batch=config.batch or batch,
-            lr=lr or config.lr or learning_rate(variant, shape.dim, budget, self.scales),
+            lr=lr or config.lr or learning_rate(variant, shape.dim, self.scales),
             dtype="bfloat16" if cuda else "float32",
             workers=1,
             keep=config.points + 1,
@@ -256,9 +255,9 @@ def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
         raise DepthgateError(f"{what}: lower --parallel, --batch or --budgets")
 
 
-def learning_rate(variant: str, dim: int, budget: float, scales: Mapping[str, float]) -> float:
-    """The rate of a variant at a width and budget, at its own scale or at that for all."""
-    return float(f"{scales.get(variant, _SCALE) * _rule(dim, budget):.3g}")
+def learning_rate(variant: str, dim: int, scales: Mapping[str, float]) -> float:
+    """The rate of a variant at a width, at its own scale or at that for all."""
+    return float(f"{scales.get(variant, _SCALE) * (128 / dim) ** _WIDTH_POWER:.3g}")
 
 
 def best_rate(losses: Mapping[float, float]) -> float:
@@ -282,10 +281,6 @@ def further_rates(losses: Mapping[float, float], tried: Sequence[float]) -> list
     return [best / 2] if best == min(losses) else [best * 2] if best == max(losses) else []
 
 
-def scale_of_rates(rate: float, dim: int, budget: float) -> float:
-    """The scale of the rule that gives this rate at a width and a budget."""
-    return rate / _rule(dim, budget)
-
-
-def _rule(dim: int, budget: float) -> float:
-    return float((dim / 128) ** _WIDTH_POWER * (budget / 1e12) ** _BUDGET_POWER)
+def scale_of_rates(rate: float, dim: int) -> float:
+    """The scale of the rule that gives this rate at a width."""
+    return float(rate * (dim / 128) ** _WIDTH_POWER)

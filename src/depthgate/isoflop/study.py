@@ -151,8 +151,8 @@ class Study:
             self._run(more)
 
     def _sweep(self) -> None:
-        """Find the learning rate of the middle size of each variant at the smallest budget; the rule says how rates of
-        other sizes and budgets follow from it. The variants go on side by side."""
+        """Find the learning rate of the middle size of each variant at the smallest budget; those of other sizes follow
+        from it by the rule. The variants go on side by side."""
         budget, seed, found = self.config.budget_list[0], self.config.seed, self._rates()
         names = sorted(self.grid.ladders.keys() - found.keys())
         shapes = {name: self.grid.shapes(budget, name) for name in names}
@@ -168,7 +168,7 @@ class Study:
         for name in names:
             if not losses[name]:
                 raise DepthgateError(f"no learning rate of {name} gave a loss: see {self.out / SWEEP}")
-            found[name] = scale_of_rates(best_rate(losses[name]), middle[name].dim, budget)
+            found[name] = scale_of_rates(best_rate(losses[name]), middle[name].dim)
         self.failed.clear()  # a rate that fails is a bad rate, and not a failure of the study
         write_json(self.out / RATES, found)
 

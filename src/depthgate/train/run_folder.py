@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.checkpoint import store as checkpoint
-from depthgate.checkpoint.store import CONFIG, METRICS, TOKENIZER
+from depthgate.checkpoint.store import CONFIG, METRICS, TOKENIZER, as_written_now
 from depthgate.checkpoint.tensors import damaged, from_json
 from depthgate.config import RunConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.files import handled, replace, write_json
-from depthgate.loading import as_written_now
 
 # Options that may differ when a run goes on: how long, where and how it is computed, not what.
 _FREE = ["steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps"]
