@@ -24,7 +24,6 @@ _TINY = {
     "batch": 4,
     "lr": 0.016,
     "warmup": 40,
-    "schedule_steps": 1000,
     "checkpoint_every": 100,
 }
 _124M = {

@@ -38,11 +38,12 @@ def test_random_weights_are_measured_at_their_configured_share(capsys: pytest.Ca
 
 def test_steps_are_timed_with_their_flops(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(train, STEPS, capsys)
-    dense, mod = found["rows"]
-    assert [row["model"] for row in (dense, mod)] == ["dense", "MoD"]
+    dense, mod, mode = found["rows"]
+    assert [row["model"] for row in found["rows"]] == ["dense", "MoD", "MoDE"]
     config = train.options().parse_args(STEPS)
-    assert mod["flops"] == 2 * 16 * training_flops(train._model(128, config, "dense,mod"))
+    assert mod["flops"] == 2 * 16 * training_flops(train._model(128, config, "MoD"))
     assert mod["flop_ratio"] == mod["flops"] / dense["flops"] < 1
+    assert mode["flop_ratio"] == pytest.approx(1, rel=0.02)  # experts are as wide as makes them cost the same
     assert mod["time_over_flops"] == pytest.approx(mod["ms"] / dense["ms"] / mod["flop_ratio"])
     assert found["machine"]["matmul_tflop_per_s"] > 0
 

@@ -64,7 +64,9 @@ def close(a, b):
     one, two = checkpoint.load(Path(a)), checkpoint.load(Path(b))
     assert one.step == two.step
     for name, tensor in one.tensors["model"].items():
-        torch.testing.assert_close(tensor, two.tensors["model"][name], **TOLERANCE)
+        # Each process ranks its own tokens, and their thresholds are averaged: not that of all tokens together.
+        tolerance = {"rtol": 0.1, "atol": 1e-3} if name.endswith("rule.average") else TOLERANCE
+        torch.testing.assert_close(tensor, two.tensors["model"][name], **tolerance)
     assert one.state["sequences"] == two.state["sequences"]
     assert one.state["tokens"] == two.state["tokens"]
 

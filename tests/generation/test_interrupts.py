@@ -131,7 +131,7 @@ def test_ctrl_c_shows_text_that_may_begin_a_stop_string(model, capsys, monkeypat
 
 
 def test_several_prompts_stream_in_their_order_and_ctrl_c_shows_what_there_is_of_each(model, capsys, monkeypatch):
-    words = ["generate", "--model", model, "--prompt", "the", "--prompt", "a lazy", "--temperature=0.5", "--seed=1"]
+    words = ["generate", "--model", model, "--prompt", "the", "--prompt", "a lazy", "--temperature=1.5", "--seed=1"]
     first, second = (result["text"] for result in results(capsys, [*words, "--max-new-tokens=9"]))
     assert first != second
     shown, rest = interrupted(words, capsys, monkeypatch, call=10)

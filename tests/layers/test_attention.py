@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from depthgate.errors import InvalidValueError
 from depthgate.layers.attention import Attention
 from depthgate.ops.attention import rope as turn
-from depthgate.ops.attention import rotation
+from depthgate.ops.attention import rotation, token_before
 from tests.conftest import close
 
 
@@ -114,3 +115,43 @@ def test_token_by_token_with_a_cache_equals_one_forward():
     parts += [layer(x[:, t : t + 1], pos[:, t : t + 1], cache=cache) for t in range(4, 9)]
     real = (pos >= 0)[..., None]
     close(torch.cat(parts, 1) * real, whole * real)
+
+
+# Keys of the token before
+
+
+def test_the_token_before_by_hand():
+    pos = torch.tensor([[-1, 0, -1, 1, 2], [0, 1, 0, 1, -1]])
+    doc = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 1, 1, -1]])
+    assert token_before(pos, None).tolist() == [[0, 1, 1, 1, 3], [0, 0, 1, 2, 3]]
+    # A document's first token, and padding that belongs to none, have themselves.
+    assert token_before(pos, doc).tolist() == [[0, 1, 1, 1, 3], [0, 0, 2, 2, 4]]
+
+
+def test_shifted_keys_equal_the_loop():
+    """Of every rotary pair in the slower half, both parts come from the key of the token before."""
+    layer = Attention(16, 2, key_shift=True).double()
+    x = torch.randn(1, 5, 16, dtype=torch.float64)
+    q, k, v = (t.view(1, 5, 2, 8) for t in layer.qkv(x).split(16, -1))
+    q, k = (rope(each, torch.arange(5)[None], layer.rope_base) for each in (q, k))
+    out = torch.zeros(1, 5, 2, 8, dtype=torch.float64)
+    for head in range(2):
+        for t in range(5):
+            keys = k[0, : t + 1, head].clone()
+            for s in range(1, t + 1):
+                keys[s, [2, 3, 6, 7]] = k[0, s - 1, head, [2, 3, 6, 7]]
+            weights = (keys @ q[0, t, head] / 8**0.5).softmax(0)
+            out[0, t, head] = weights @ v[0, : t + 1, head]
+    close(layer(x), layer.out(out.reshape(1, 5, 16)))
+    with pytest.raises(InvalidValueError, match="key_shift needs a multiple of 4"):
+        Attention(12, 2, key_shift=True)
+
+
+def test_shifted_keys_of_packed_documents_with_a_promise_and_without():
+    layer = Attention(16, 2, key_shift=True).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64)
+    doc = torch.tensor([[0] * 4 + [1] * 5, [0] * 8 + [-1]])
+    pos = torch.tensor([[*range(4), *range(5)], [*range(8), -1]])
+    real = pos >= 0
+    close(layer(x, pos, doc, max_documents=2)[real], layer(x, pos, doc)[real])
+    close(layer(x, pos, doc)[0, 4:], layer(x[:1, 4:])[0])
