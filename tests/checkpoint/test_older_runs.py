@@ -24,7 +24,7 @@ EXPECTED = json.loads((OLD / "expected.json").read_text())
 OPTIONS = [
     # What the preset was then.
     *(f"--model.{name}=false" for name in ("qk_norm", "key_shift", "embed_norm", "router_norm")),
-    *("--schedule=cosine", "--lowest_lr=0.1", "--warmup=20", "--lr=0.003"),
+    *("--schedule=cosine", "--lowest_lr=0.1", "--warmup=20", "--lr=0.003", "--schedule_steps=1000"),
     "--model.dim=4",
     "--model.layers=2",
     "--model.heads=2",
