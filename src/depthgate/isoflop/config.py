@@ -102,7 +102,9 @@ class IsoflopConfig(Options):
     seeds: int = count(1, "seeds of every cell", maximum=99)
     seed: int = count(0, "the first of them", minimum=0)
     seeds_at_minimum: int | None = count(None, "seeds of each variant's best size; seeds unless given", maximum=99)
-    calibrate: bool = option(True, "train dense with a second seed too, to learn how small a difference can be told")
+    calibrate: bool = option(
+        True, "train dense of the smallest budget with a second seed, to learn how small a difference shows"
+    )
     more_sizes: int = count(0, "sizes that may be added to a curve until its minimum is inside it", 0, 99)
     validation: str | None = option(None, "text to measure on; a share of the data is held out unless given")
     tokenizer: str | None = option(
@@ -186,10 +188,11 @@ class IsoflopConfig(Options):
         """The seeds of every cell."""
         return range(self.seed, self.seed + self.seeds)
 
-    def seeds_of(self, variant: str) -> range:
-        """The seeds of every cell of a variant: dense has two at least, where they calibrate the study."""
+    def seeds_of(self, variant: str, budget: float) -> range:
+        """The seeds of a variant's cells: dense has two at least at the smallest budget, to calibrate the study."""
         names = [each.name for each in self.variant_list]
-        again = self.calibrate and self.sizes > 1 and len(names) > 1 and variant == baseline(names)
+        several = self.calibrate and self.sizes > 1 and len(names) > 1
+        again = several and variant == baseline(names) and budget == self.budget_list[0]
         return range(self.seed, self.seed + max(self.seeds, 2 if again else 1))
 
 

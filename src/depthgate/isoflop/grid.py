@@ -22,7 +22,7 @@ from depthgate.train.optim import capacity
 CELLS = "cells"
 TRIED = (0.5, 1.0, 2.0)  # learning rates of a sweep, as multiples of the rule's
 TOLERANCE = 0.03  # largest difference of a cell's FLOPs from its budget, as a share of it
-_BEST = 0.56  # a budget's best model is expected at _BEST * sqrt(budget) FLOPs per token
+_BEST, _BEST_POWER = 0.011, 0.62  # a budget's best model is expected at _BEST * budget ** _BEST_POWER FLOPs per token
 _MOST_STEPS = 2**31 - 1
 # Widths of the ladder: four to a doubling from 128 on, so that heads are of 32 or 64.
 WIDTHS = [16, 24, 32, 48, 64, 96] + [2**n // 4 * (4 + i) for n in range(7, 15) for i in range(4)]
@@ -121,11 +121,11 @@ class Grid:
         """The cells that the options ask for; the first seed of all comes before the second of any."""
         return [
             self.cell(budget, name, shape, seed)
-            for seed in range(self.config.seed, max(self.config.seeds_of(name).stop for name in self.ladders))
+            for seed in range(self.config.seed, self.config.seed + max(self.config.seeds, 2))
             for budget in self.config.budget_list
             for name in self.ladders
             for shape in self.shapes(budget, name)
-            if seed in self.config.seeds_of(name)
+            if seed in self.config.seeds_of(name, budget)
         ]
 
     def shapes(self, budget: float, variant: str) -> list[ModelConfig]:
@@ -134,7 +134,7 @@ class Grid:
         shapes, sizes, config = self.ladders[variant], self.config.sizes, self.config
         if sizes == len(shapes) == 1:
             return shapes
-        costs, middle = [training_flops(shape) for shape in shapes], config.center * _BEST * math.sqrt(budget)
+        costs, middle = [training_flops(shape) for shape in shapes], config.center * _BEST * budget**_BEST_POWER
         targets = [middle * config.spread ** (i - (sizes - 1) / 2) for i in range(sizes)]
         places: list[int] = []
         for target in targets:
@@ -196,7 +196,7 @@ class Grid:
         # Includes sizes that were added before a study was interrupted, and that the grid by itself does not have.
         losses = dict(means((row["params"], row["loss_causal"]) for row in rows))
         found = {i: losses[parameters(shape)] for i, shape in enumerate(shapes) if parameters(shape) in losses}
-        seeds = config.seeds_of(variant)
+        seeds = config.seeds_of(variant, budget)
         yield made(found, seeds)
         lowest = min(found, key=lambda i: found[i])
         asked = [shapes.index(shape) for shape in self.shapes(budget, variant)]
