@@ -379,7 +379,7 @@ def test_a_report_of_cells_that_ran_elsewhere_says_where(home, own):
 
 def test_sizes_around_another_center_are_added(home, own):
     before = [row for row in rows(own) if (row["budget"], row["variant"]) == (1.38e8, "dense")]
-    more = ["--budgets", "1.38e8", "--variants", "dense", "--sizes", "1", "--center", "200"]
+    more = ["--budgets", "1.38e8", "--variants", "dense", "--sizes", "1", "--center", "320"]
     assert study(home, own, *more) == 2
     assert study(home, own, *more, "--extend", "true") == 0
     after = [row for row in rows(own) if (row["budget"], row["variant"]) == (1.38e8, "dense")]
