@@ -50,6 +50,7 @@ LAYERS = {
     ),
     "moe tokens": lambda: MoE(D, 4, null_experts=1, shared_experts=1),
     "moe experts": lambda: MoE(D, 4, choice="experts"),
+    "integrated mode": lambda: MoE(D, 4, 1, "experts", pool="batch", gate="sigmoid", shared_experts=1),
     "soft moe": lambda: SoftMoE(D, 3, 2),
     "staged mode": lambda: MoD(_block(MoE(D, 4)), TopTokens(D, 0.5)),
 }

@@ -9,6 +9,7 @@ from depthgate.device import World
 from depthgate.ops import reference
 from depthgate.ops.attention import packed_attention
 from depthgate.ops.select import choose, choose_by_sorting, top_k, top_of_documents
+from depthgate.presets import RECIPE
 from depthgate.train import optim
 from depthgate.train.loop import Pretraining
 from depthgate.train.step import Step
@@ -129,8 +130,7 @@ def test_packed_attention_equals_the_written_out_softmax(heads, kv_heads, compil
 
 def _steps(**options):
     """Figures of four training steps, and the weights after them."""
-    rule = options.pop("rule", "predictor")
-    shape = ModelConfig(vocab=64, dim=64, layers=4, heads=2, context=32, pattern="dense,mod", rule=rule)
+    shape = ModelConfig(vocab=64, dim=64, layers=4, heads=2, context=32, **options.pop("model"))
     config = TrainConfig(
         model=shape, batch=4, max_documents=2, dtype="bfloat16", device="cuda", router_lr=3.0, **options
     )
@@ -148,13 +148,20 @@ def _steps(**options):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("rule", ["scores", "predictor", "threshold"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *({"pattern": "dense,mod", "rule": rule} for rule in ("scores", "predictor", "threshold")),
+        {"pattern": "mod,mode", "rule": "threshold", "experts": 4, "top_k": 1, "shared_experts": 1, **RECIPE},
+    ],
+    ids=["scores", "predictor", "threshold", "mod and mode"],
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_replayed_graph_trains_as_launched_steps_do(compiled, rule, accumulate):
+def test_a_replayed_graph_trains_as_launched_steps_do(compiled, model, accumulate):
     """Rates that change between replays included. Not bitwise: attention's backward adds in any order. Both compiled or
     not: a compiler rounds elsewhere, and Adam makes whole steps of what rounding leaves of a gradient."""
-    figures, weights = _steps(rule=rule, accumulate=accumulate, compile=compiled)
-    plain, wanted = _steps(rule=rule, accumulate=accumulate, compile=compiled, cuda_graph=False)
+    figures, weights = _steps(model=model, accumulate=accumulate, compile=compiled)
+    plain, wanted = _steps(model=model, accumulate=accumulate, compile=compiled, cuda_graph=False)
     for got, right in zip(figures, plain, strict=True):
         assert got[0] == pytest.approx(right[0], rel=2e-3)
         assert got[1] == pytest.approx(right[1], rel=5e-2)
