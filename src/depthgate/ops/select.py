@@ -81,6 +81,8 @@ def choose(
         limits = budgets(capacity, sizes).int()
         index, filled, slot = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
         return index, filled, slot
+    if doc is None:
+        return *_best_of_rows(scores, valid, capacity, slots), None
     return *choose_by_sorting(scores, valid, doc, capacity, slots), None
 
 
@@ -88,13 +90,11 @@ def choose_by_sorting(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int
 ) -> tuple[Tensor, Tensor]:
     """`choose` without a kernel of its own."""
-    if doc is None:
-        return _best_of_rows(scores, valid, capacity, slots)
     return compact(top_of_documents(scores, valid, doc, capacity), slots)
 
 
 def _best_of_rows(scores: Tensor, valid: Tensor | None, capacity: float, slots: int) -> tuple[Tensor, Tensor]:
-    """`choose_by_sorting` of rows that are one document each: no more is sorted than there are slots."""
+    """`choose` of rows that are one document each: no more is sorted than there are slots."""
     T = scores.shape[-1]
     real = None if valid is None else valid[:, None].expand_as(scores)
     best = ranking_keys(scores, real).topk(slots, dim=-1).indices
