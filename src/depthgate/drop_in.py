@@ -305,7 +305,8 @@ class MixtureOfExperts(MoE):
 
     In training mode the router's losses join the backward pass, and thresholds move, by themselves.
     choice="tokens": each token goes to its `top_k` best of `num_experts` and `null_experts`.
-    choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts).
+    choice="experts": each expert takes a share `capacity` of the tokens (default top_k / num_experts) of its `pool`, so
+    that a token has from none to all of the experts.
     """
 
     def __init__(
@@ -320,6 +321,8 @@ class MixtureOfExperts(MoE):
         shared_experts: int = 0,
         capacity: float | None = None,
         rule: str | nn.Module | None = None,
+        pool: str | None = None,
+        gate: str = "softmax",
         losses: str | None = "backward",
         rule_loss: float = 0.01,
         balance_loss: float = 0.01,
@@ -328,11 +331,14 @@ class MixtureOfExperts(MoE):
         """hidden: width of an expert (default 8/3 of dim).
         shared_experts: always on, together one SwiGLU that is so many times as wide.
         rule: how `causal=True` decides where experts choose: threshold (default) or predictor.
+        pool: what experts choose out of, sequence (default: each row by itself) or batch (results of a row then depend
+            on the others, unless `causal=True`).
+        gate: what an expert's result is multiplied by, softmax (a token's probability for it) or sigmoid of its score.
         losses: "backward" puts the router's losses into the backward pass; None leaves them to the caller.
         rule_loss, balance_loss, z_loss: their weights, 0 for none; each where the choice has such a loss.
         """
-        more: dict[str, Any] = {"hidden": hidden, "shared_experts": shared_experts, "capacity": capacity, "rule": rule}
-        super().__init__(dim, num_experts, top_k, choice, null_experts, **more)
+        more: dict[str, Any] = {"hidden": hidden, "shared_experts": shared_experts, "capacity": capacity}
+        super().__init__(dim, num_experts, top_k, choice, null_experts, rule=rule, pool=pool, gate=gate, **more)
         self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
 
     def forward(  # type: ignore[override]

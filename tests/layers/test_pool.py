@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import depthgate as dg
 from depthgate.layers import MoE
 from depthgate.routing import Slots, Threshold
 from tests.conftest import close
@@ -151,3 +152,17 @@ def test_padding_alone_is_computed_by_none():
         y, (plan,) = layer(x, mask=mask, causal=causal)
         assert (y == 0).all()
         assert not plan.chosen.any()
+
+
+def test_the_drop_in_layer_pools_too():
+    options = {"top_k": 1, "choice": "experts", "pool": "batch", "gate": "sigmoid", "hidden": 8, "shared_experts": 1}
+    layer, same = dg.MixtureOfExperts(D, 4, **options), MoE(D, 4, **options)
+    same.load_state_dict(layer.state_dict())
+    x = torch.randn(2, 16, D)
+    y, plans = layer(x, return_plans=True)
+    close(y, same(x)[0])
+    assert plans[0].tokens.shape == (1, 4, 8)  # of 32 tokens in one pool, a quarter each
+    assert (layer.router.rule.weight > 0).all()  # training moved its thresholds
+    layer.eval()
+    same.load_state_dict(layer.state_dict())
+    close(layer(x, causal=True), same(x, causal=True)[0])
