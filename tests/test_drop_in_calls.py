@@ -371,3 +371,52 @@ def test_scales_are_checked_as_tensors_too_and_soft_moe_has_nothing_to_scale():
         layer(X).square().mean().backward()
         grads.append(layer.router.proj.weight.grad.clone())
     close(*grads)
+
+
+class InPlace(nn.Module):
+    """A causal block that writes to its input."""
+
+    def forward(self, x):
+        x += torch.relu(x)
+        return x
+
+
+def test_a_block_may_write_to_its_input_in_every_causal_call():
+    layer = routed(InPlace(), rule="scores")
+    wanted = layer(X.clone())
+    with torch.no_grad():
+        for _ in range(4):
+            y = layer(X.clone(), causal=True)
+            chosen = layer.router.rule(X, layer.router.proj(X))[..., 0] >= 0
+            assert torch.equal(y[~chosen], X[~chosen])
+    assert wanted.shape == X.shape
+    x = X.clone().requires_grad_()
+    layer(x, causal=True).sum().backward()
+    assert x.grad.isfinite().all()
+
+
+def test_torch_func_grad_of_causal_calls():
+    layer = routed(nn.Sequential(nn.Linear(D, D, dtype=F64), nn.Tanh()))
+    weights = dict(layer.named_parameters())
+
+    def total(weights):
+        return torch.func.functional_call(layer, weights, (X,), {"causal": True}).pow(2).sum()
+
+    for _ in range(3):
+        found = torch.func.grad(total)(weights)
+        assert found["block.0.weight"].isfinite().all()
+
+
+def test_arguments_of_another_size_than_declared_are_refused():
+    class Block(nn.Module):
+        def forward(self, x, c=None, attn_mask=None):
+            return x if c is None else x + c[:, None]
+
+    layer = routed(Block(), per_row=["c"])
+    layer(X, c=torch.zeros(2, D, dtype=F64))
+    for size in (1, 5, 8):
+        with pytest.raises(dg.DepthgateError, match=r"c has shape .*per_row needs \(2, ...\)"):
+            layer(X, c=torch.zeros(size, D, dtype=F64))
+    for shape in ((2, 1, 8), (1, 8)):
+        with pytest.raises(dg.DepthgateError, match="attn_mask has shape"):
+            layer(X, attn_mask=torch.ones(shape, dtype=torch.bool))

@@ -272,3 +272,14 @@ def test_what_cannot_be_shown_is_said():
     for show in (plans.plot, lambda prefix: plans.save_page("none.html", prefix=prefix)):
         with pytest.raises(dg.DepthgateError, match="prefix is 2, but there is no grid"):
             show(prefix=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_slots_are_drawn_whatever_the_default_dtype(dtype):
+    layer = dg.SoftMoE(D, 2)
+    _, plans = layer(torch.randn(1, 6, D), return_plans=True)
+    torch.set_default_dtype(dtype)
+    try:
+        assert plans.plot() is not None
+    finally:
+        torch.set_default_dtype(torch.float32)

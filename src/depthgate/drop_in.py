@@ -234,7 +234,7 @@ class MixtureOfDepths(nn.Module):
         else:
             with torch.enable_grad():
                 watched = rows if rows.requires_grad else rows.detach().requires_grad_()
-                out = self._block(watched, found)
+                out = self._block(watched.clone(), found)  # which the block may write to
                 ahead = _first_sees_later(out, watched, plan)
             out = out if grad else out.detach()
         if ahead:
@@ -247,12 +247,13 @@ class MixtureOfDepths(nn.Module):
     def _may_look(self) -> bool:
         """True in the 1st, 2nd, 4th, 8th, ... call that can show whether the block looks ahead: a branch may start at
         zero. Gradients cannot where there are none, where the block's own routers add losses to them, in a checkpoint,
-        which counts what is saved for them, and with FSDP2, whose hooks expect one backward pass."""
+        which counts what is saved for them, under torch.func, and with FSDP2, whose hooks expect one backward pass."""
         if not self._arguments.torch_layer:
             counted = in_backward() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
             losses = any(isinstance(part, RouterTraining) and part.training for part in self.block.modules())
             sharded = any(type(weight).__name__ == "DTensor" for weight in self.block.parameters())
-            if losses or sharded or counted or torch.is_inference_mode_enabled():
+            elsewhere = torch.is_inference_mode_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+            if losses or sharded or counted or elsewhere:
                 return False
         self._looks += 1
         return not self._looks & (self._looks - 1)

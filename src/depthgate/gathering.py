@@ -209,6 +209,11 @@ class Arguments:
         return True
 
     def _gathered(self, name: str, kind: str | None, value: Any, plan: Slots, x: Tensor) -> Any:
+        if kind == "per_row":
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != len(x)):
+                    text = f"{name} has shape {tuple(leaf.shape)}, and x {len(x)} rows: per_row needs ({len(x)}, ...)"
+                    raise InvalidValueError(f"{text}, or declare it otherwise, such as shared=[{name!r}]")
         if kind in ("shared", "per_row"):
             return value
         for leaf in pytree.tree_leaves(value):
@@ -240,7 +245,7 @@ class Arguments:
         B, T = x.shape[:2]
         lead = tuple(value.shape[:-2])  # none; rows; rows and heads; or rows times heads
         flat = self.heads is not None and lead == (B * self.heads,)
-        sides = value.ndim >= 2 and all(value.shape[axis] in (1, T) for axis in axes)
+        sides = value.ndim >= 2 and all(value.shape[axis] in ((1, T) if value.ndim == 4 else (T,)) for axis in axes)
         if not sides or not (flat or (len(lead) <= 2 and lead[:1] in ((), (1,), (B,)))):
             one, what = (f"{T}, {T}", "per_pair") if len(axes) == 2 else (f"{T}, S", "it")
             told = f"({one}), ({B}, {one}), ({B}, 1, {one}) or ({B}, heads, {one})"

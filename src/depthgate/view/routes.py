@@ -264,14 +264,15 @@ def _outer(before: Sequence[Plan], names: Sequence[str]) -> Slots | None:
 
 def _slot_layer(name: int | str, plan: Soft, outer: Slots | None, row: int, length: int) -> SlotLayer | None:
     """The slots over all tokens of a row, of which the layer got those of `outer`; None if it is not known which."""
-    many, got = plan.scores.shape[1], torch.arange(length)
+    many, got = plan.scores.shape[1], torch.arange(length, device="cpu")
     if many != length:
         if outer is None or outer.scores.shape[1] != length or outer.chosen[row].sum() != many:
             return None
         got = outer.tokens[row, 0, :many].cpu()
     back = plan.back[row] if plan.valid is None else plan.back[row][plan.valid[row]]
     bars = {str(expert): share for expert, share in enumerate(back.sum(-1).mean(0).tolist())}
-    into = torch.zeros(length, plan.into[0, 0].numel()).index_copy(0, got, plan.into[row].flatten(1).float().cpu())
+    held = plan.into[row].flatten(1).float().cpu()  # (tokens that the layer got, E * C)
+    into = held.new_zeros(length, held.shape[1]).index_copy(0, got, held)
     return SlotLayer(name, plan.into.shape[-1], into.mT.tolist(), 1 / max(1, len(back)), bars)
 
 
