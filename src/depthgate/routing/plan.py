@@ -70,7 +70,7 @@ class Slots(NamedTuple):
         B, T, _ = self.scores.shape
         pool, expert, slot = self._filled_slots()
         weighted = rows * self.gates[pool, expert, slot, None].to(rows.dtype)
-        return add_rows(weighted[None], self._token(pool, expert, slot)[None], B * T).reshape(B, T, -1)
+        return add_rows(weighted[None], self._token(pool, expert, slot)[None], B * T).reshape(B, T, rows.shape[1])
 
     def _filled_slots(self) -> tuple[Tensor, Tensor, Tensor]:
         """Pool, expert and slot (N,) of every filled slot, by expert."""
