@@ -111,10 +111,11 @@ class Decoder(nn.Module):
 
         return cls(replace(train_config(name).model, **changes))
 
-    def reset_parameters(self, seed: int) -> None:
+    def reset_parameters(self, seed: int | None = None) -> None:
         """Normal weights of 0.02; those that write into the residual smaller, so that the layers a token visits do not
         add up. A weight's values depend on the seed, its name and its shape alone: models that differ elsewhere start
         alike."""
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         config = self.config
         visited = sum(config.capacity if kind in ROUTED_KINDS else 1.0 for kind in config.kinds)
         for name, weight in self.named_parameters():

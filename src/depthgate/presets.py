@@ -11,7 +11,7 @@ def _model(**shape: Any) -> dict[str, Any]:
     return {f"model.{name}": value for name, value in shape.items()}
 
 
-# The same for all kinds of models, in presets and studies: each was better with it (docs/log.md has the ablations).
+# The same for all kinds of models, in presets and studies; docs/log.md has what was measured of its parts.
 RECIPE: dict[str, Any] = dict.fromkeys(("qk_norm", "key_shift", "embed_norm", "router_norm"), True)
 MOD: dict[str, Any] = {"pattern": "dense,mod", "capacity": 0.125, "gate": "one_plus_tanh", "rule": "threshold"}
 # A shared expert and one of sixteen on average, each half as wide as a dense feed-forward; the first layer is dense.
