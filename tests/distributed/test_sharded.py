@@ -191,64 +191,69 @@ def test_two_processes_save_load_fail_and_meet_damage_and_four_go_on(tmp_path):
 
 
 # Training
+KINDS = {"mod": [], "mode": ["--model.pattern=mod,mode", "--model.experts=4", "--model.shared_experts=1"]}
+RUNS = [("mod", "straight"), ("mod", "pieces"), ("mod", "wholes"), ("mode", "straight"), ("mode", "pieces")]
+
+
 def _train(rank: int, ports: list[int], tmp: Path, data: str) -> None:
-    """Six steps at a stretch; then three of them again, from pieces and from whole tensors."""
+    """Ten steps at a stretch; then five of them again, from pieces and from whole tensors."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     os.environ["HOME"] = str(tmp / "home")
-    for out, port in zip(("straight", "pieces", "wholes"), ports, strict=True):
+    for (kind, out), port in zip(RUNS, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         if rank == 0 and out != "straight":
-            back_to_three(tmp / "straight", tmp / out, whole=out == "wholes")
+            back_to_five(tmp / kind / "straight", tmp / kind / out, whole=out == "wholes")
         resume = ["--resume"] if out != "straight" else []  # rank 1 waits for rank 0 at the start of main
-        assert main([*command(tmp / out, data), *resume]) == 0
+        assert main([*command(tmp / kind / out, data), *resume]) == 0
 
 
 def command(out: Path, data: str) -> list[str]:
-    options = ["--checkpoint_every=3", "--model.tied=true", "--model.rule=threshold"]
-    return ["train", "--out", str(out), "--data", data, "--steps=6", *TINY, *options]
+    options = ["--checkpoint_every=5", "--model.tied=true", "--model.rule=threshold", *KINDS[out.parent.name]]
+    return ["train", "--out", str(out), "--data", data, "--steps=10", *TINY, *options]
 
 
-def back_to_three(run: Path, copy: Path, whole: bool = False) -> None:
-    """A copy of the run as it was after three steps; its checkpoint may be that of one process."""
-    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step-6", "step-3" if whole else ""))
+def back_to_five(run: Path, copy: Path, whole: bool = False) -> None:
+    """A copy of the run as it was after five steps; its checkpoint may be that of one process."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("step-10", "step-5" if whole else ""))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"out": str(copy)}))
     if whole:
-        found = checkpoint.read_folder(run / "step-3")
-        checkpoint.save(copy, 3, found.tensors, found.state, found.config)
+        found = checkpoint.read_folder(run / "step-5")
+        checkpoint.save(copy, 5, found.tensors, found.state, found.config)
 
 
 def bits(run: Path) -> dict:
     found = checkpoint.load(run)
-    assert found.step == 6
+    assert found.step == 10
     return found.tensors
 
 
 def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, monkeypatch):
     data = tmp_path / "text.txt"
     data.write_text("\n\n\n".join(f"document {i}: " + "abc defg hij " * (3 + i % 7) for i in range(40)))
-    sockets = [socket.socket() for _ in range(3)]
+    sockets = [socket.socket() for _ in RUNS]
     for s in sockets:
         s.bind(("127.0.0.1", 0))
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:
         s.close()
     start(2, _train, ports, tmp_path, str(data))
-    straight = bits(tmp_path / "straight")
-    assert list((tmp_path / "wholes" / "step-3").glob("model.safetensors"))
-    assert same(bits(tmp_path / "pieces"), straight)
-    assert same(bits(tmp_path / "wholes"), straight)
+    for kind, out in RUNS:
+        assert same(bits(tmp_path / kind / out), bits(tmp_path / kind / "straight"))
+    mod = tmp_path / "mod"
+    straight = bits(mod / "straight")
+    assert list((mod / "wholes" / "step-5").glob("model.safetensors"))
     # One process goes on from either kind with the same result, which is that of two but for the order of sums.
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    back_to_three(tmp_path / "straight", tmp_path / "one")
-    back_to_three(tmp_path / "straight", tmp_path / "one whole", whole=True)
+    back_to_five(mod / "straight", mod / "one")
+    back_to_five(mod / "straight", mod / "one whole", whole=True)
     for out in ("one", "one whole"):
-        assert main([*command(tmp_path / out, str(data)), "--resume"]) == 0
-    one = bits(tmp_path / "one")
-    assert same(one, bits(tmp_path / "one whole"))
+        assert main([*command(mod / out, str(data)), "--resume"]) == 0
+    one = bits(mod / "one")
+    assert same(one, bits(mod / "one whole"))
     for name, tensor in one["model"].items():
         torch.testing.assert_close(tensor, straight["model"][name], rtol=2e-3, atol=2e-5)
-    for model in (dg.load(tmp_path / "straight"), dg.load(tmp_path / "straight" / "step-6")):
+    for model in (dg.load(mod / "straight"), dg.load(mod / "straight" / "step-10")):
         assert same({"model": dict(model.state_dict())}, {"model": straight["model"]})
 
 

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import depthgate as dg
 from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
-from tests.distributed.spawn import start
+from depthgate.config import TrainConfig
+from depthgate.data.batches import Rows
+from depthgate.routing import Threshold
+from depthgate.train import optim
+from depthgate.train.loop import Pretraining
+from depthgate.train.step import Step
+from tests.distributed.spawn import spawn, start
 from tests.train.tiny import TINY, rows
 
 TOLERANCE = {"rtol": 2e-3, "atol": 2e-5}  # sums over processes are in another order, and AdamW divides by small numbers
@@ -89,3 +96,70 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data):
     torchrun(2, tmp_path / "both", data, 9, "--resume")
     close(tmp_path / "one", tmp_path / "both")
     assert [row["step"] for row in rows(tmp_path / "both")] == list(range(1, 10))
+
+
+# Thresholds
+SHAPE = {"vocab": 50, "dim": 16, "layers": 2, "heads": 2, "context": 12, "rule": "threshold", "key_shift": True}
+SHAPE |= {"experts": 4, "top_k": 1, "shared_experts": 1, "capacity": 0.5}
+SHARES = {"mod": 0.5, "mode": 0.25}  # of the tokens that an expert takes
+
+
+def halves(seed):
+    """The sequences of two processes, two each; of the second one's, one is padding, and in the second step both."""
+    ids = torch.randint(50, (4, 13), generator=torch.Generator().manual_seed(seed))
+    pos = torch.arange(12).repeat(4, 1)
+    pos[2 if seed == 1 else 3 :] = -1
+    batch = Rows(ids[:, :-1], torch.where(pos >= 0, ids[:, 1:], -1), pos, torch.zeros_like(pos))
+    return [Rows(*half) for half in zip(*(t.chunk(2) for t in batch), strict=True)]
+
+
+@torch.no_grad()
+def moved(model, half, before):
+    """Average and weight of every threshold after an update by these rows, by plain sorting."""
+    _, plans = model.loss(*half)
+    real = half.pos >= 0
+    after = []
+    for kind, plan, (average, weight) in zip(model.config.kinds, plans, before, strict=True):
+        if real.any():
+            kth = plan.scores[real].sort(0).values[-int(SHARES[kind] * real.sum())]
+            average, weight = 0.99 * average + 0.01 * kth, 0.99 * weight + 0.01
+        after.append((average, weight))
+    return after
+
+
+def _thresholds(world, folder):
+    for pattern in ("mode", "mod,mode"):
+        config = TrainConfig(model=dg.ModelConfig(**SHAPE, pattern=pattern), batch=4, lr=1e-3, max_documents=1)
+        task, whole = Pretraining(config, world), Pretraining(config).model
+        step = Step(task, optim.build(task.model, config, world), config, world)
+        rules = [module for module in task.model.modules() if isinstance(module, Threshold)]
+        expected = [(torch.zeros_like(rule.average), torch.zeros(())) for rule in rules]
+        for seed in range(3):
+            held = {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in task.held().items()}
+            whole.load_state_dict(held)
+            both = [moved(whole, half, expected) for half in halves(seed)]
+            expected = [tuple((a + b) / 2 for a, b in zip(*pair, strict=True)) for pair in zip(*both, strict=True)]
+            assert step(halves(seed)[world.rank]).read()[1] > 0  # the gradient: no step was skipped
+            for rule, (average, weight) in zip(rules, expected, strict=True):
+                torch.testing.assert_close(rule.average, average)
+                torch.testing.assert_close(rule.weight, weight)
+        run = folder / pattern
+        checkpoint.save(run, 3, {"model": task.held()}, {}, {}, 2, world)
+        with torch.no_grad():
+            logits, plans = task.model(halves(9)[0].tokens, causal=True)
+        if world.first:
+            assert all(0 < plan.chosen.float().mean() < 1 for plan in plans)
+            torch.save([logits, *(plan.chosen for plan in plans)], run / "said.pt")
+
+
+def test_each_process_ranks_its_own_pool_and_thresholds_are_averaged(tmp_path):
+    """A process whose pool has no token has no say. One process opens what two saved, and says the same."""
+    spawn(2, _thresholds, tmp_path)
+    for pattern in ("mode", "mod,mode"):
+        model = dg.Decoder(dg.ModelConfig(**SHAPE, pattern=pattern)).eval()
+        model.load_state_dict(checkpoint.load(tmp_path / pattern).tensors["model"])
+        with torch.no_grad():
+            logits, plans = model(halves(9)[0].tokens, causal=True)
+        said, *chosen = torch.load(tmp_path / pattern / "said.pt")
+        torch.testing.assert_close(logits, said)
+        assert all(plan.chosen.equal(theirs) for plan, theirs in zip(plans, chosen, strict=True))

@@ -128,14 +128,12 @@ class Step:
 
     def _move_thresholds(self, seen: list[Plans], good: Tensor) -> None:
         """Move thresholds by the plans of all parts, to the mean over the processes, if `good`."""
-        before = [(rule.average.clone(), rule.weight.clone()) for rule in self._thresholds]
+        held = [tensor for rule in self._thresholds for tensor in (rule.average, rule.weight)]
+        before = [tensor.clone() for tensor in held]
         for plans in seen:
             update_thresholds(self.task.model, plans)
-        for rule, (average, weight) in zip(self._thresholds, before, strict=True):
-            if self.world.size > 1:
-                rule.average.copy_(self.world.sum(rule.average) / self.world.size)
-            rule.average.copy_(torch.where(good, rule.average, average))
-            rule.weight.copy_(torch.where(good, rule.weight, weight))
+        for tensor, old in zip(held, before, strict=True):
+            tensor.copy_(torch.where(good, self.world.sum(tensor) / self.world.size, old))
 
     def _captured(self, example: Rows) -> Callable[[Rows], Tensor]:
         """The step as a CUDA graph: a batch is copied to where the graph reads it, and one launch does the rest."""
