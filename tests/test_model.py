@@ -10,7 +10,7 @@ import depthgate as dg
 from depthgate import flops
 from depthgate.ops import reference
 from depthgate.ops.loss import linear_cross_entropy
-from depthgate.routing import RULES, Groups, Slots, causal_bce, update_thresholds
+from depthgate.routing import RULES, Groups, Slots, Threshold, causal_bce, update_thresholds
 from tests.conftest import close
 
 SMALL = {"vocab": 50, "dim": 32, "layers": 4, "heads": 4, "context": 24, "capacity": 0.25, "experts": 4}
@@ -33,8 +33,11 @@ each = pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
 
 
 def build(options, seed=0):
+    """A model whose thresholds, where it has some, let some tokens through."""
     torch.manual_seed(seed)
-    return dg.Decoder(dg.ModelConfig(**SMALL, **options)).eval()  # only then are random routers the same again
+    model = dg.Decoder(dg.ModelConfig(**{**SMALL, **options})).eval()  # only then are random routers the same again
+    update_thresholds(model, model(tokens()).plans)
+    return model
 
 
 def tokens(B=2, T=24):
@@ -84,6 +87,55 @@ def test_packed_documents_equal_separate_ones(options, causal):
     packed = model(ids, pos, doc, causal=causal).logits
     alone = [model(part, causal=causal).logits for part in ids.split(lengths, 1)]
     close(packed, torch.cat(alone, 1))
+
+
+RECIPE = dict.fromkeys(("key_shift", "embed_norm", "router_norm", "qk_norm"), True) | {"rule": "threshold"}
+
+
+@pytest.mark.parametrize("pattern", ["mode", "mod,mode", "moe", "mode_staged"])
+def test_a_causal_result_depends_on_its_document_up_to_its_token_alone(pattern):
+    """Whatever the rest of the batch says, out of which experts choose in training. Documents of other lengths, one of
+    a token alone, and padding, with keys of the token before."""
+    model = build({"pattern": pattern, "null_experts": int("mode" not in pattern), **RECIPE}).double()
+    ids = tokens()
+    doc = torch.tensor([[0] * 9 + [1] + [2] * 14, [0] * 5 + [1] * 13 + [-1] * 6])
+    pos = torch.tensor([[*range(9), 0, *range(14)], [*range(5), *range(13)] + [-1] * 6])
+    expected, plans = model(ids, pos, doc, causal=True)
+    entered = [plan.chosen[pos >= 0].double().mean() for plan in plans if isinstance(plan, Slots)]
+    assert all(0.01 < share < 0.9 for share in entered)
+    for row, last in ((0, 0), (0, 3), (0, 9), (0, 17), (1, 4), (1, 5), (1, 12)):
+        changed = torch.randint(50, ids.shape)
+        kept = (doc == doc[row, last]) & (torch.arange(2)[:, None] == row) & (pos <= pos[row, last])
+        changed[kept] = ids[kept]
+        got = model(changed, pos, doc, causal=True).logits
+        close(got[kept], expected[kept])
+        assert not torch.allclose(got[~kept & (pos >= 0)], expected[~kept & (pos >= 0)])
+    for causal in (True, False):
+        some, all_known = (model.hidden(ids, pos, doc, causal, max_documents=most)[0] for most in (None, 3))
+        close(all_known[pos >= 0], some[pos >= 0])
+
+
+@pytest.mark.parametrize(("pattern", "rows"), [("mode", 3), ("mod,mode", 1), ("dense,mod", 1)])
+def test_with_thresholds_of_the_same_scores_the_causal_pass_is_the_top_k_pass(pattern, rows):
+    """Of a whole model: the pool of a mode layer is the batch, that of a mod layer a sequence."""
+    model = build({"pattern": pattern, "vocab": 80, **RECIPE}).double()
+    rules = [module for module in model.modules() if isinstance(module, Threshold)]
+    for rule in rules:
+        rule.decay = 0.0
+    ids = torch.randperm(80)[: 24 * rows].view(rows, 24)  # the same token twice has the same score in the first layer
+    logits, plans = model(ids)
+    update_thresholds(model, plans)
+    for rule in rules:
+        rule.average -= 1e-9  # rows of experts are summed in another order
+    causal, found = model(ids, causal=True)
+    assert all(a.chosen.equal(b.chosen) for a, b in zip(plans, found, strict=True))
+    close(causal, logits)
+
+
+def test_thresholds_that_have_learnt_nothing_let_every_token_through():
+    model = dg.Decoder(dg.ModelConfig(**{**SMALL, "pattern": "mod,mode", "rule": "threshold"}))
+    assert all(plan.chosen.all() for plan in model(tokens(), causal=True).plans)
+    assert not any(plan.chosen.all() for plan in model(tokens()).plans)
 
 
 @each
@@ -163,6 +215,11 @@ def test_every_rule_generates_causally_after_training_a_little(rule):
         ({"capacity": 0.0}, "capacity is 0.0"),
         ({"top_k": 9}, "top_k is 9"),
         ({"rule": "luck"}, "'luck'"),
+        ({"pattern": "mode", "experts": 1, "top_k": 1}, "experts is 1"),
+        ({"pattern": "mode", "null_experts": 2}, "null_experts is 2: they are for --model.choice tokens"),
+        ({"pattern": "mode", "pool": "world"}, "'world'"),
+        ({"pattern": "moda"}, "'moda'"),
+        ({"key_shift": True, "heads": 16}, "head size is 2: key_shift needs a multiple of 4"),
         ({"vocab": -1}, "vocab is -1"),
         ({"layers": "four"}, "'four'"),
     ],

@@ -11,9 +11,12 @@ VOCAB = 40
 def built(pattern="dense,mod", rule="scores", seed=0, vocab=VOCAB, context=64):
     """A model whose routers say yes and no, in float64 so that no rounding decides for them."""
     torch.manual_seed(seed)
-    recipe = dict.fromkeys(("key_shift", "embed_norm", "router_norm", "qk_norm"), pattern == "mod,mode")
+    recipe = dict.fromkeys(
+        ("key_shift", "embed_norm", "router_norm", "qk_norm"), "mo" in pattern and pattern != "dense,mod"
+    )
     config = dg.ModelConfig(
-        **{"vocab": vocab, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "context": context, "experts": 4},
+        **{"vocab": vocab, "dim": 32, "layers": 4, "heads": 4, "kv_heads": 2, "context": context},
+        **{"experts": 4, "null_experts": int("moe" in pattern)},
         **{"pattern": pattern, "rule": rule, "capacity": 0.3 if "random" in pattern else 0.125, **recipe},
     )
     model = dg.Decoder(config).double().eval()
