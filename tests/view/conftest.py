@@ -15,7 +15,8 @@ def browser():
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
-    """A folder with runs of 6 steps: mod, resumed after step 5, and mode with experts, one of them null."""
+    """A folder with runs of some steps: mod, resumed after step 5; staged mode with experts, two of them null; and
+    integrated mode."""
     folder = tmp_path_factory.mktemp("view")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(folder))
@@ -26,6 +27,7 @@ def runs(tmp_path_factory):
         assert train(folder / "mod", data, 12, *routed, "--resume") == 0
         experts = ("--model.experts=4", "--model.null_experts=2", "--model.capacity=0.5", "--model.rule=scores")
         assert train(folder / "mode", data, 6, "--model.pattern=moe,mode_staged", *experts) == 0
+        assert train(folder / "integrated", data, 6, "--preset=tiny-mode", "--model.experts=4") == 0
         yield folder
 
 

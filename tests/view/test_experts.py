@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -85,6 +86,38 @@ def test_the_page_of_experts(runs, tmp_path, capfd):
     text = (tmp_path / "page.html").read_text()
     assert "Layer 0, load of its experts" in text
     assert f"{told[0]['null_share']:.1%}" in text
+
+
+@torch.no_grad()
+def test_the_page_of_integrated_mode_says_which_experts_take_each_token(runs, tmp_path, capfd):
+    """A score that reaches its threshold, worked out from the weights and the input of the experts' layer."""
+    assert view_model(runs / "integrated", tmp_path / "page.html", "--prompt", TEXT, "--json") == 0
+    told = json.loads(capfd.readouterr().out)
+    model, inputs = dg.load(runs / "integrated"), []
+    assert model.kinds == ("dense", "mode")
+    router = model.layers[1].ffn.router
+    model.layers[1].ffn.register_forward_pre_hook(lambda _, args: inputs.append(args[0][0]))
+    ids = model.tokenizer.encode(TEXT)
+    for start in range(0, len(ids), model.context):
+        model(torch.tensor([ids[start : start + model.context]]), causal=True)
+    x = torch.cat(inputs)
+    scores = x @ router.proj.weight.T + router.proj.bias
+    takes = scores >= router.rule.average / router.rule.weight
+    assert takes.sum(1).unique().tolist()[:2] == [0, 1]  # some tokens get no expert, and others get one
+    wanted = []
+    for row in takes.tolist():
+        names = ", ".join(f"{e} of layer 1" for e, on in enumerate(row) if on)
+        wanted.append(f"experts {names}" if names else "no expert")
+    page = (tmp_path / "page.html").read_text()
+    section = page.split("<h2>The text, by experts</h2>")[1].split("</section>")[0]
+    assert re.findall(r'title=".[^:]*: ([^"]*)"', section) == wanted
+    for n, times in zip(*takes.sum(1).unique(return_counts=True), strict=True):
+        name = f"{n} expert{'s' * (n > 1)}" if n else "no expert"
+        assert f"{name}: {times} of {len(ids)} tokens</li>" in section
+    assert told["experts"] == [
+        {"layer": 1, "load": pytest.approx((takes.sum(0) / takes.sum()).tolist()), "null_share": 0}
+    ]
+    assert f'<th scope="row">1</th><td>{takes.any(1).sum()}</td><td>4</td>' in page
 
 
 def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):

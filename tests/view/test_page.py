@@ -75,7 +75,7 @@ def test_a_page_carries_what_draws_its_charts_with_its_licence() -> None:
 
 
 def test_routed_text_by_hand() -> None:
-    made = routed_text(["a", "<b>", "\n", "\u202e", "c"], [[], [2], [4], [2, 4], [2]], [2, 4])
+    made = routed_text(["a", "<b>", "\n", "\u202e", "c"], [[], [2], [4], [2, 4], [2]], 2, "routed layer")
     assert '<span class="skipped" data-t="0" title="a: no routed layer">a</span>' in made
     assert '<span class="token" data-t="1" style="--share:0.5" title="&lt;b&gt;: layers 2">&lt;b&gt;</span>' in made
     assert 'title="↵: layers 4"><span class="sign">↵</span></span>\n' in made

@@ -302,7 +302,7 @@ def _routed(row: Row) -> Html:
     """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
     model = load(row["folder"])
     found = read(model, held_out_tokens(text_of(row["folder"], model.tokenizer), _SHOWN))
-    text = routed_text(found.tokens, found.through, found.names)
+    text = routed_text(found.tokens, found.through, len(found.layers), "routed layer")
     routed = ", ".join(map(str, found.names))
     return pages.fill("study_routed", budget=short_flops(row["budget"]), routed=routed, text=text, cell=row)
 

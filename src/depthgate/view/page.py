@@ -215,22 +215,21 @@ def _characters(signs: str) -> Iterator[tuple[str, int]]:
             yield other, 1
 
 
-def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int | str]], layers: Sequence[int | str]) -> Html:
-    """The text, where token t went through the routed layers through[t]. Depth of colour and thickness of the line
-    below both say how many; the legend counts them; hovering names them."""
-    spans = [_span(t, *each, len(layers)) for t, each in enumerate(zip(pieces(tokens), through, strict=True))]
-    counts = Counter(len(at) for at in through)
+def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int | str]], most: int, what: str) -> Html:
+    """The text, where token t went through[t], `most` at most: routed layers, or whatever `what` is. Depth of colour
+    and thickness of the line below both say how many; the legend counts them; hovering names them."""
+    spans = [_span(t, *each, most, what) for t, each in enumerate(zip(pieces(tokens), through, strict=True))]
     keys = []
-    for n in range(len(layers) + 1):
-        name = count(n, "routed layer") if n else "no routed layer"
-        swatch = f'<span class="token" style="--share:{n / max(1, len(layers)):.3g}">&nbsp;abc&nbsp;</span>'
-        keys.append(f"<li>{swatch} {name}: {counts[n]:,} of {count(len(tokens), 'token')}</li>")
+    for n, times in sorted(Counter(map(len, through)).items()):
+        name = count(n, what) if n else f"no {what}"
+        swatch = f'<span class="token" style="--share:{n / max(1, most):.3g}">&nbsp;abc&nbsp;</span>'
+        keys.append(f"<li>{swatch} {name}: {times:,} of {count(len(tokens), 'token')}</li>")
     return fill("text", text=Html("".join(spans)), keys=Html("".join(keys)))
 
 
-def _span(number: int, piece: Piece, at: Sequence[int | str], most: int) -> str:
+def _span(number: int, piece: Piece, at: Sequence[int | str], most: int, what: str) -> str:
     shown = "".join(f'<span class="sign">{html(sign)}</span>' if (sign := _sign(c)) else html(c) for c in piece.text)
-    where = f"layers {', '.join(map(str, at))}" if at else "no routed layer"
+    where = f"{what.split()[-1]}s {', '.join(map(str, at))}" if at else f"no {what}"
     style = f' style="--share:{len(at) / most:.3g}"' if at else ""
     name = ("token" if at else "skipped") + " part" * piece.part
     # Outside the span, so that a token that ends a line has no coloured rest on the next one.

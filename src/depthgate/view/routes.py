@@ -143,6 +143,14 @@ class Decisions:
         return [[layer.name for layer in self.layers if layer.routed[t]] for t in range(len(self.tokens))]
 
     @property
+    def taken(self) -> list[list[str]]:
+        """For each token, the names of the experts that computed it; null experts compute nothing."""
+        return [
+            [f"{e} of layer {layer.name}" for layer in self.experts for e in layer.choices[t] if e < layer.experts]
+            for t in range(len(self.tokens))
+        ]
+
+    @property
     def names(self) -> list[int | str]:
         return [layer.name for layer in self.layers]
 

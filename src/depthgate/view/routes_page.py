@@ -16,8 +16,11 @@ _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many
 
 
 def text_page(title: str, about: object, found: Decisions) -> Html:
-    """The page of a text: which tokens went deep, layer by layer."""
-    text = {"": about, "The text, by depth": pages.routed_text(found.tokens, found.through, found.names)}
+    """The page of a text: which tokens went deep, layer by layer, and which got more experts than others."""
+    by_depth = pages.routed_text(found.tokens, found.through, len(found.layers), "routed layer")
+    text, many = {"": about, "The text, by depth": by_depth}, {len(each) for each in found.taken}
+    if len(many) > 1:
+        text["The text, by experts"] = pages.routed_text(found.tokens, found.taken, max(many), "expert")
     if found.layers:
         deep = {"Which tokens go deep": _deep(found)}
     else:
