@@ -220,7 +220,7 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
                 plan.decision.median() * model.layers[2 * i + 1].router.rule.weight
             )
     seen = read(model, ids)
-    assert 384 < check(routed_text(seen.tokens, seen.through, seen.names)) < 1.5 * 768
+    assert 384 < check(routed_text(seen.tokens, seen.through, 2, "routed layer")) < 1.5 * 768
 
 
 def test_losses_are_those_of_eval(finished: Path, mod: Path, tmp_path: Path) -> None:
