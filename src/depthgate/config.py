@@ -280,7 +280,9 @@ class ConvertConfig(Options):
     )
     seed: int = count(0, "seed of those sequences", minimum=0)
     to: str | None = choice(
-        None, ("llama", "qwen3"), "family that a run must become: llama, or qwen3 (with normalised queries and keys)"
+        None,
+        ("llama", "qwen3", "depthgate"),
+        "what a run must become: llama, qwen3 (with normalised queries and keys), or depthgate (any run, as it is)",
     )
 
     def check_together(self) -> None:

@@ -60,8 +60,11 @@ def open_model(folder: str | Path, device: str, dtype: str = "auto", context: in
     models; auto is float32 on a CPU, elsewhere the dtype that the model is stored in."""
     if is_hugging_face(Path(folder)):
         from depthgate.hf.adapter import HFLanguageModel, load_on, tokenizer_of
+        from depthgate.hf.families import OURS
+        from depthgate.hf.folder import check_config
 
-        return HFLanguageModel(load_on(device, Path(folder), dtype), tokenizer_of(Path(folder)), context)
+        if check_config(Path(folder))["model_type"] != OURS:
+            return HFLanguageModel(load_on(device, Path(folder), dtype), tokenizer_of(Path(folder)), context)
     if context is not None or dtype != "auto":
         raise InvalidValueError(f"--seq and --dtype are for Hugging Face models, and {folder} is a run: remove them")
     return load(folder).to(device)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import depthgate as dg
 from depthgate.cli import main
 from tests.conftest import close
+from tests.generation.models import built
 from tests.hf import elsewhere
 from tests.hf.zoo import dense, routed, tokens
 
@@ -183,6 +184,7 @@ for folder in sys.argv[1:]:
 
 def test_a_saved_folder_opens_where_depthgate_is_not_imported(tmp_path):
     models = {kind: routed(kind) for kind in ("llama", "gemma3_text", "gpt2")}
+    models["depthgate"] = dg.hf.export(built("mod,mode", "threshold", vocab=96))
     ids = tokens(2, 8)
     for kind, model in models.items():
         model.save_pretrained(tmp_path / kind)

@@ -156,7 +156,7 @@ def dense_of(folder: Path) -> Any:
 def cast(model: Any, dtype: torch.dtype) -> Any:
     """Cast a model in place, except for its routers, which stay in float32."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if "depth_router" not in name and "inv_freq" not in name and weight.is_floating_point():
+        if "router" not in name and "inv_freq" not in name and weight.is_floating_point():
             weight.data = weight.data.to(dtype)
     return model
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
+from depthgate.cache import RowsOfCache
 from depthgate.errors import DepthgateError
 
 _Layer: Any = object  # in front of layers of transformers
@@ -108,6 +109,27 @@ def _writable(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
+class DecoderLayer(RaggedLayer):
+    """The store of one layer of a Decoder (see depthgate.cache), where a slot is a position: padding has none."""
+
+    rows = 0
+    padded = False
+
+    def append(self, k: Tensor, v: Tensor, pos: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        self.expect(pos, self.rows, rows)
+        k, v = self.update(k, v)
+        assert self.slots is not None
+        return k, v, self.slots[slice(None) if rows is None else rows, : k.shape[2]]
+
+    def at(self, rows: Tensor) -> RowsOfCache:
+        return RowsOfCache(self, rows)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.padded:
+            raise DepthgateError("a cache of rows with padding cannot be cropped: give prompts without padding")
+        super().crop(tokens_to_remove)
+
+
 class _Fixed(_Slotted):
     """A store of M + 1 places. The token of slot s lies at s modulo M; tokens that are not kept go to place M."""
 
@@ -153,7 +175,16 @@ class FixedWindowLayer(_Fixed, StaticSlidingWindowLayer):  # type: ignore[misc]
     """The store of a layer that looks back a window."""
 
 
-def store_of(cache: Any, index: int) -> Any:
+def decoder_stores(cache: Any, layers: int, pos: Any) -> list[DecoderLayer]:
+    """The layers of a Decoder's cache, for new tokens at these positions (B, T)."""
+    stores = [store_of(cache, i, DecoderLayer) for i in range(layers)]
+    for store in stores:
+        store.rows, store.padded = len(pos), store.padded or bool((pos < 0).any())
+        store.advance(pos.shape[1])
+    return stores
+
+
+def store_of(cache: Any, index: int, made: type[RaggedLayer] = RaggedLayer) -> Any:
     """The layer of this number of a model's cache. One of transformers that is still empty is replaced by ours."""
     if not isinstance(cache, Cache):
         raise DepthgateError(f"the cache is a {type(cache).__name__}: give one of transformers, such as DynamicCache()")
@@ -169,5 +200,5 @@ def store_of(cache: Any, index: int) -> Any:
     if layer.get_seq_length():
         raise DepthgateError(f"layer {index} of the cache holds tokens of another model: start with an empty cache")
     places = getattr(layer, "max_cache_len", None)
-    cache.layers[index] = RaggedLayer() if ours is None else ours(places, sliding_window=places)
+    cache.layers[index] = made() if ours is None else ours(places, sliding_window=places)
     return cache.layers[index]

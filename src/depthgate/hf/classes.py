@@ -12,13 +12,15 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError, DepthgateWarning
-from depthgate.hf.families import FAMILIES, PREFIX, Routing, decoder_layers, modeling
+from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, decoder_layers, modeling
 from depthgate.hf.folder import CODE, check_code, code_names
-from depthgate.hf.inputs import PADDING, hand_down
+from depthgate.hf.inputs import PADDING, hand_down, places
 from depthgate.hf.layer import DepthRouter, RoutedLayer
+from depthgate.model import Decoder
 from depthgate.routing.causal import Predictor
 from depthgate.routing.routers import TopTokens
 
@@ -40,8 +42,12 @@ class RoutedConfig(_Base):  # type: ignore[misc]
         check_code(kwargs.get("auto_map"), self.model_type)
         super().__post_init__(**kwargs)
         if self.depthgate is not None:  # as in the config that others are compared with
-            Routing.read(self.depthgate, self.num_hidden_layers)
+            self.read()
         model_class(self.model_type.removeprefix(PREFIX))  # the Auto classes will look for it
+
+    def read(self) -> None:
+        """Refuse wrong values of `depthgate`."""
+        Routing.read(self.depthgate, self.num_hidden_layers)
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "auto_map": code_names(self.model_type)}
@@ -83,6 +89,69 @@ class RoutedModel(_Base):  # type: ignore[misc]
         for part in self.modules():
             if isinstance(part, TopTokens):
                 neutral(part, zeros_)  # which leaves loaded weights alone
+
+
+class DecoderConfig(RoutedConfig):
+    """The config of a Decoder as it is: `depthgate` holds the values of its ModelConfig."""
+
+    def read(self) -> None:
+        """Refuse wrong values of `depthgate`; the others follow from these."""
+        for name, value in vars(ModelConfig(**self.depthgate)).items():
+            if name in VALUES and value is not None:
+                setattr(self, VALUES[name], value)
+
+
+class DecoderModel(RoutedModel):
+    """A Decoder as it is. `model.eval()`, and a call with a cache, route by the causal rule, `model.train()` by the top
+    k, or as `causal_routing` says. A cache is made where use_cache=True asks for it."""
+
+    _input_embed_layer = "embed"
+    _keep_in_fp32_modules_strict = ("router",)
+    _tied_weights_keys = {"model.head.weight": "model.embed.weight"}  # noqa: RUF012
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super(RoutedModel, self).__init__(config, *args, **kwargs)
+        self.model = Decoder(ModelConfig(**config.depthgate))
+        self.post_init()
+
+    def initialize_weights(self) -> None:
+        """Do nothing: a new Decoder has made its weights."""
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.model.head
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
+        """Refuse: the vocabulary belongs to the Decoder."""
+        raise DepthgateError("the vocabulary of a Decoder stays as it is: train with another --tokenizer or --vocab")
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        causal_routing: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """attention_mask (B, T), 0 at padding; without one, documents begin where position_ids (B, T) do not go on by
+        one."""
+        from transformers import DynamicCache
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        from depthgate.hf.cache_transformers import decoder_stores
+
+        cache = DynamicCache() if past_key_values is None and use_cache else past_key_values
+        pos, doc = places(input_ids, attention_mask, position_ids, cache)
+        stores = None if cache is None else decoder_stores(cache, len(self.model.layers), pos)
+        causal = cache is not None or not self.training if causal_routing is None else causal_routing
+        x, _ = self.model.hidden(input_ids, pos, doc, causal, stores)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.head(x[:, kept])
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)
 
 
 def neutral(router: TopTokens, zeros_: Any = nn.init.zeros_) -> None:
@@ -150,37 +219,50 @@ def layer_class(kind: str) -> type[RoutedLayer]:
 
 @cache
 def config_class(kind: str) -> Any:
-    """The config of a family's routed models."""
+    """The config of a family's routed models, or of Decoders as they are."""
     from huggingface_hub.dataclasses import strict
+    from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    base = CONFIG_MAPPING[kind]
-    value = {"__annotations__": {"depthgate": dict | None}, "depthgate": None}
-    body = {"__module__": __name__, "model_type": PREFIX + kind, **value}
+    value = {"__annotations__": {"depthgate": dict | None}, "depthgate": None, "__module__": __name__}
+    if kind == OURS:
+        return strict(type("DepthgateConfig", (DecoderConfig, PreTrainedConfig), {**value, "model_type": OURS}))
+    base, body = CONFIG_MAPPING[kind], {**value, "model_type": PREFIX + kind}
     return strict(type(f"MoD{base.__name__}", (RoutedConfig, base), body))
 
 
 @cache
 def model_class(kind: str) -> Any:
-    """The routed models of a family, known to the Auto classes of transformers."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, conversion_mapping
+    """The routed models of a family, or Decoders as they are, known to the Auto classes of transformers."""
+    from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
-    base, config = getattr(modeling(kind), FAMILIES[kind].model), config_class(kind)
+    config = config_class(kind)
     body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
-    model: Any = type(f"MoD{base.__name__}", (RoutedModel, base), body)
-    model.prepare_inputs_for_generation = _with_padding(base.prepare_inputs_for_generation)
-    for theirs, ours in ((kind, PREFIX + kind), (base.__name__, model.__name__)):
-        stored = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
-        if stored is not None:  # weights lie in files under other names
-            conversion_mapping.register_checkpoint_conversion_mapping(ours, stored, overwrite=True)
+    if kind == OURS:
+        model: Any = type("DepthgateForCausalLM", (DecoderModel, PreTrainedModel, GenerationMixin), body)
+    else:
+        base = getattr(modeling(kind), FAMILIES[kind].model)
+        model = type(f"MoD{base.__name__}", (RoutedModel, base), body)
+        model.prepare_inputs_for_generation = _with_padding(base.prepare_inputs_for_generation)
+        _inherit(model, base, kind)
     AutoModelForCausalLM.register(config, model, exist_ok=True)
     # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[PREFIX + kind] = model.__name__
-    if tokenizer := TOKENIZER_MAPPING.get(base.config_class, None):
-        AutoTokenizer.register(config, tokenizer_class=tokenizer, exist_ok=True)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
     return model
+
+
+def _inherit(model: Any, base: Any, kind: str) -> None:
+    """Let routed models have the tokenizer of their family, and the names that its weights have in files."""
+    from transformers import AutoTokenizer, conversion_mapping
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+    for theirs, ours in ((kind, PREFIX + kind), (base.__name__, model.__name__)):
+        stored = conversion_mapping.get_checkpoint_conversion_mapping(theirs)
+        if stored is not None:
+            conversion_mapping.register_checkpoint_conversion_mapping(ours, stored, overwrite=True)
+    if tokenizer := TOKENIZER_MAPPING.get(base.config_class, None):
+        AutoTokenizer.register(model.config_class, tokenizer_class=tokenizer, exist_ok=True)
 
 
 @cache
@@ -206,10 +288,13 @@ def register() -> None:
     wrong.update({PREFIX + kind for kind in FAMILIES if kind in wrong})
     for kind in FAMILIES.keys() & configuration_auto.CONFIG_MAPPING_NAMES.keys():  # this transformers may lack some
         transformers.AutoConfig.register(PREFIX + kind, config_class(kind), exist_ok=True)
+    transformers.AutoConfig.register(OURS, config_class(OURS), exist_ok=True)
 
 
 def __getattr__(name: str) -> Any:
     """A class by its name, as unpickling, saved folders and transformers ask for it."""
+    if made := {"DepthgateConfig": config_class, "DepthgateForCausalLM": model_class}.get(name):
+        return made(OURS)
     for kind, family in FAMILIES.items():
         makers = {family.layer: layer_class, family.config: config_class, family.model: model_class}
         if name.startswith("MoD") and name.removeprefix("MoD") in makers:

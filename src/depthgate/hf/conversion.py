@@ -18,7 +18,7 @@ from depthgate.errors import DepthgateError, InvalidValueError, check_capacity
 from depthgate.files import new_folder
 from depthgate.hf.adapter import collected
 from depthgate.hf.classes import config_class, install, model_class
-from depthgate.hf.families import Routing, check_config_values, checked_layers, decoder_layers, family_of
+from depthgate.hf.families import OURS, Routing, check_config_values, checked_layers, decoder_layers, family_of
 from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, find_tokenizer, gguf_of, load
 from depthgate.hf.layer import DepthRouter, routed_layers
 
@@ -205,7 +205,8 @@ def _calibration(tokenizer: Any, text: Path, model: Any) -> Tensor:
 def check_same(model: Any, probe: Tensor, wanted: Sequence[Tensor]) -> float:
     """The largest difference of a model's last logits, by the causal choice and by the top k, from those wanted, as a
     share of the largest. More than rounding is refused."""
-    ways = [{"causal_routing": causal} if routed_layers(model) else {} for causal in (True, False)]
+    routes = routed_layers(model) or model.config.model_type == OURS
+    ways = [{"causal_routing": causal} if routes else {} for causal in (True, False)]
     want = torch.stack([*wanted]).double()
     found = torch.stack([model(probe, use_cache=False, logits_to_keep=want.shape[2], **how).logits for how in ways])
     difference = float((found - want).abs().max() / want.abs().max().clamp(min=1e-12))

@@ -1,10 +1,11 @@
-"""`dg.hf.export` and `dg.hf.to_decoder`: our Decoder as a Llama or Qwen3 of transformers, and back, by one table.
+"""`dg.hf.export` and `dg.hf.to_decoder`: our Decoder as a Llama or Qwen3 of transformers, and back, by one table. Where
+it has parts that these lack, it becomes a model of transformers as it is.
 
 Rotary positions turn the same pairs in both. Weights that one model stacks and the other keeps apart are stacked along
 their rows, in the order of the table.
 """
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -13,25 +14,13 @@ from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError, InvalidValueError, check_choice
 from depthgate.flops import swiglu_hidden
 from depthgate.hf.classes import model_class, register
-from depthgate.hf.families import FAMILIES, PREFIX, Routing, modeling
+from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, modeling
 from depthgate.model import Decoder
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 KINDS = {"llama": False, "qwen3": True}  # family -> qk_norm
 
-VALUES = {  # in configs
-    "vocab": "vocab_size",
-    "dim": "hidden_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "hidden": "intermediate_size",
-    "context": "max_position_embeddings",
-    "tied": "tie_word_embeddings",
-    "norm_eps": "rms_norm_eps",
-}
 ROUTING = ("capacity", "gate", "rule")  # in ours, and in the `depthgate` of a routed config
 
 MODEL = {
@@ -63,8 +52,10 @@ _NEUTRAL: dict[str, Any] = {
 }
 
 
-def theirs_of(name: str) -> tuple[str, ...]:
+def theirs_of(name: str, kind: str = "llama") -> tuple[str, ...]:
     """The names of those in the other model that a Decoder's weight equals, or is stacked from."""
+    if kind == OURS:
+        return (f"model.{name}",)
     if name in MODEL:
         return MODEL[name]
     _, i, rest = name.split(".", 2)
@@ -91,6 +82,8 @@ def their_values(ours: ModelConfig, eps: float) -> dict[str, Any]:
 def our_values(config: Any) -> ModelConfig:
     """The config of a Decoder that computes what a model with this config does."""
     kind = config.model_type.removeprefix(PREFIX)
+    if kind == OURS:
+        return ModelConfig(**config.depthgate)
     if kind not in KINDS:
         raise InvalidValueError(f"a Decoder cannot be a {kind}: only {', '.join(KINDS)} have its layers")
     said = {**config.to_dict(), **config.rope_parameters}
@@ -110,19 +103,20 @@ def our_values(config: Any) -> ModelConfig:
 
 @torch.no_grad()
 def export(decoder: Decoder, to: str | None = None) -> Any:
-    """A transformers model that computes what a Decoder does: Qwen3 if it normalises queries and keys, else Llama;
-    routed if the Decoder is. `to` names the family that it must be. Weights are copied."""
+    """A transformers model that computes what a Decoder does: Qwen3 if it normalises queries and keys, else Llama,
+    routed if the Decoder is; or, where these lack a part of it, a DepthgateForCausalLM, which holds the Decoder as it
+    is. `to` names the one that it must be: qwen3, llama or depthgate. Weights are copied."""
     if not isinstance(decoder, Decoder):
         raise InvalidValueError(f"decoder is a {type(decoder).__name__}: it must be a dg.Decoder")
     ours = decoder.config
-    kind = "qwen3" if ours.qk_norm else "llama"
-    if check_choice(to or kind, "to", KINDS) != kind:
-        raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {to} is not: write it as {kind}")
-    if others := set(ours.kinds) - {"dense", "mod"}:
-        raise InvalidValueError(f"cannot export a {min(others)!r} layer: Llama and Qwen3 have dense and mod layers")
-    if extra := [name for name in ("key_shift", "embed_norm", "router_norm") if getattr(ours, name)]:
-        what = f"{' and '.join(extra)} of the model: Llama and Qwen3 do not have it"
-        raise InvalidValueError(f"cannot export {what}; train with --model.{extra[0]} false, or keep the run as it is")
+    family = "qwen3" if ours.qk_norm else "llama"
+    lacking = [f"{each} layers" for each in sorted(set(ours.kinds) - {"dense", "mod"})]
+    lacking += [name for name in ("key_shift", "embed_norm", "router_norm") if getattr(ours, name)]
+    kind = check_choice(to or (OURS if lacking else family), "to", (*KINDS, OURS))
+    if lacking and kind != OURS:
+        raise InvalidValueError(f"to is {to!r}, which has no {lacking[0]}: write the model as {OURS}")
+    if kind not in (family, OURS):
+        raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {to} is not: write it as {family}")
     register()  # refuses where transformers is missing
     from transformers import initialization
 
@@ -130,13 +124,14 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # as nn.RMSNorm has it
     tokenizer = getattr(decoder, "tokenizer", None)
     ends = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.end}
-    made = model_class(kind) if ours.routed else getattr(modeling(kind), FAMILIES[kind].model)
+    values = {"depthgate": asdict(ours)} if kind == OURS else their_values(ours, eps)
+    made = model_class(kind) if "depthgate" in values else getattr(modeling(kind), FAMILIES[kind].model)
     with initialization.no_init_weights():  # all of them come from the decoder
-        model = made(made.config_class(**their_values(ours, eps), **ends, dtype=dtype))
+        model = made(made.config_class(**values, **ends, dtype=dtype))
     model = model.to(decoder.embed.weight.device, dtype)
     held = model.state_dict()
     for mine, weight in decoder.state_dict().items():
-        theirs = theirs_of(mine)
+        theirs = theirs_of(mine, kind)
         parts = [weight] if len(theirs) == 1 else weight.split([len(held[name]) for name in theirs])
         for name, part in zip(theirs, parts, strict=True):
             held[name].copy_(part)
@@ -145,14 +140,15 @@ def export(decoder: Decoder, to: str | None = None) -> Any:
 
 
 def to_decoder(model: Any, kind: type[AnyDecoder] = Decoder) -> AnyDecoder:  # type: ignore[assignment]
-    """A Decoder that computes what a Llama or Qwen3 of transformers does, converted or not. Weights are copied."""
-    config = getattr(model, "config", None)
-    if not hasattr(config, "model_type") or not hasattr(model, "lm_head"):
+    """A Decoder that computes what a Llama or Qwen3 of transformers does, converted or not, or a model that `export`
+    wrote. Weights are copied."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "model_type") or not hasattr(model, "get_output_embeddings"):
         raise InvalidValueError(f"model is a {type(model).__name__}: it must be a language model of transformers")
     ours, theirs = our_values(config), dict(model.state_dict())
     with torch.device("meta"):
         decoder = kind(ours)
-    table = {name: theirs_of(name) for name in decoder.state_dict()}
+    table = {name: theirs_of(name, config.model_type) for name in decoder.state_dict()}
     if odd := sorted(theirs.keys() ^ {part for parts in table.values() for part in parts}):
         what = f"a Decoder has no place for {odd[0]}" if odd[0] in theirs else f"the model has no {odd[0]}"
         raise DepthgateError(f"{what}: it is of another kind than its config says, or has parts added to it")

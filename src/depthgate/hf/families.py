@@ -20,6 +20,19 @@ from depthgate.errors import InvalidValueError, check_capacity, check_count
 from depthgate.options import Options, choice, number, option
 
 PREFIX = "depthgate_"  # of the model type of a routed model
+OURS = "depthgate"  # the model type of a Decoder as it is
+VALUES = {  # of a ModelConfig -> of configs of transformers
+    "vocab": "vocab_size",
+    "dim": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "hidden": "intermediate_size",
+    "context": "max_position_embeddings",
+    "tied": "tie_word_embeddings",
+    "norm_eps": "rms_norm_eps",
+}
 _CONTRACT = ("hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings")
 
 
@@ -94,6 +107,10 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     if kind.startswith(PREFIX):
         remedy = "for another capacity run depthgate finetune --capacity, or call dg.hf.set_capacity"
         raise InvalidValueError(f"the model is routed already: {remedy}; for other layers convert the dense model")
+    if kind == OURS:
+        raise InvalidValueError(
+            f"{name} is a model of `depthgate train`, which keeps its layers: train another --model.pattern"
+        )
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:

@@ -9,7 +9,7 @@ from typing import Any
 
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.hf.families import FAMILIES, PREFIX
+from depthgate.hf.families import FAMILIES, OURS, PREFIX
 
 CODE = "modeling_depthgate"  # the module in a saved folder that auto_map names
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
@@ -69,14 +69,16 @@ def _named(opening: str, remedy: str = "") -> Iterator[None]:
 
 
 def code_names(model_type: str) -> dict[str, str]:
-    """The auto_map of a routed model."""
+    """The auto_map of a model of ours."""
+    if model_type == OURS:
+        return {"AutoConfig": f"{CODE}.DepthgateConfig", "AutoModelForCausalLM": f"{CODE}.DepthgateForCausalLM"}
     family = FAMILIES[model_type.removeprefix(PREFIX)]
     return {"AutoConfig": f"{CODE}.MoD{family.config}", "AutoModelForCausalLM": f"{CODE}.MoD{family.model}"}
 
 
 def check_code(named: Any, model_type: str, name: str = "auto_map") -> None:
     """Refuse an auto_map that is not ours: a config must not choose which code is executed."""
-    ours = model_type in {PREFIX + kind for kind in FAMILIES}
+    ours = model_type in {OURS, *(PREFIX + kind for kind in FAMILIES)}
     if named is not None and not (ours and named == code_names(model_type)):
         what = f"the config names code to run ({name} is {str(named)[:120]})"
         raise InvalidValueError(f"{what}, which is never done: take it out")

@@ -44,7 +44,7 @@ def hand_down(
     mask = given.get("attention_mask")
     doc = _documents(given, tokens.shape[:2], decoder) if mask is None else None
     mask = mask if padding is None else padding
-    valid = None if mask is None else _valid(mask, tokens.shape[:2])
+    valid = None if mask is None else valid_tokens(mask, tokens.shape[:2])
     return args, {**kwargs, KEYWORD: Tokens(valid, doc, causal, most, weight)}
 
 
@@ -63,7 +63,7 @@ def _check(given: dict[str, Any], config: Any) -> None:
         raise InvalidValueError(f"{what}: pass output_router_logits=False, or no attention_mask")
 
 
-def _valid(mask: Any, shape: tuple[int, int]) -> Tensor | None:
+def valid_tokens(mask: Any, shape: tuple[int, int]) -> Tensor | None:
     """(B, T) bool, False where a new token is padding. The mask covers all tokens, those in the cache first."""
     if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -71,6 +71,28 @@ def _valid(mask: Any, shape: tuple[int, int]) -> Tensor | None:
         raise InvalidValueError(f"{what}; they make masks of more dimensions themselves")
     valid = mask[:, mask.shape[1] - shape[1] :] != 0
     return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
+
+
+def places(
+    ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Positions (B, T) of new tokens, -1 at padding, and their documents (B, T), as a Decoder takes them. The mask
+    covers all tokens, those in the cache first; without one, another document begins where positions do not go on."""
+    B, T = ids.shape
+    if getattr(cache, "is_compileable", False):
+        raise DepthgateError("a Decoder cannot use a static cache: use cache_implementation='dynamic'")
+    valid = None if mask is None else valid_tokens(mask, (B, T))
+    if mask is not None and (valid is not None or cache is not None):
+        place = (mask != 0).cumsum(1)[:, -T:] - 1
+        return place if valid is None else torch.where(valid, place, -1), None
+    if cache is not None:
+        return torch.arange(T, device=ids.device).expand(B, T) + cache.get_seq_length(), None
+    if mask is not None or positions is None:
+        return None, None
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    positions = positions.expand(B, T)
+    return positions, find_packed_sequence_indices(positions)
 
 
 def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> Tensor | None:
