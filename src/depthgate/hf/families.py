@@ -107,10 +107,6 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     if kind.startswith(PREFIX):
         remedy = "for another capacity run depthgate finetune --capacity, or call dg.hf.set_capacity"
         raise InvalidValueError(f"the model is routed already: {remedy}; for other layers convert the dense model")
-    if kind == OURS:
-        raise InvalidValueError(
-            f"{name} is a model of `depthgate train`, which keeps its layers: train another --model.pattern"
-        )
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:

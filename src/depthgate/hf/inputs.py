@@ -73,26 +73,24 @@ def valid_tokens(mask: Any, shape: tuple[int, int]) -> Tensor | None:
     return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
 
-def places(
-    ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Any
-) -> tuple[Tensor | None, Tensor | None]:
+def places(ids: Tensor, mask: Any, positions: Any, cache: Any) -> tuple[Tensor | None, Tensor | None]:
     """Positions (B, T) of new tokens, -1 at padding, and their documents (B, T), as a Decoder takes them. The mask
     covers all tokens, those in the cache first; without one, another document begins where positions do not go on."""
-    B, T = ids.shape
+    (B, T), doc = ids.shape, None
     if getattr(cache, "is_compileable", False):
         raise DepthgateError("a Decoder cannot use a static cache: use cache_implementation='dynamic'")
-    valid = None if mask is None else valid_tokens(mask, (B, T))
-    if mask is not None and (valid is not None or cache is not None):
-        place = (mask != 0).cumsum(1)[:, -T:] - 1
-        return place if valid is None else torch.where(valid, place, -1), None
-    if cache is not None:
-        return torch.arange(T, device=ids.device).expand(B, T) + cache.get_seq_length(), None
-    if mask is not None or positions is None:
-        return None, None
-    from transformers.masking_utils import find_packed_sequence_indices
+    if mask is not None:
+        valid = valid_tokens(mask, (B, T))
+        positions = None if valid is None and cache is None else (mask != 0).cumsum(1)[:, -T:] - 1
+        positions = positions if valid is None else torch.where(valid, positions, -1)
+    elif cache is not None:
+        positions = torch.arange(T, device=ids.device).expand(B, T) + cache.get_seq_length()
+    elif positions is not None:
+        from transformers.masking_utils import find_packed_sequence_indices
 
-    positions = positions.expand(B, T)
-    return positions, find_packed_sequence_indices(positions)
+        positions = positions.expand(B, T)
+        doc = find_packed_sequence_indices(positions)
+    return positions, doc
 
 
 def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> Tensor | None:
