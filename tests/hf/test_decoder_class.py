@@ -161,8 +161,12 @@ def test_a_run_becomes_a_folder_that_transformers_and_we_open(run, tmp_path, cap
     ids = AutoTokenizer.from_pretrained(out)("a lazy dog", return_tensors="pt")["input_ids"]
     assert ids[0].tolist() == again.tokenizer.encode("a lazy dog")
     assert theirs.config.eos_token_id == mine.tokenizer.end
-    for logits in (theirs(ids).logits, again(ids, causal=True).logits):
-        close(logits, mine(ids, causal=True).logits)
+    want = mine(ids, causal=True).logits
+    assert torch.equal(again(ids, causal=True).logits, want)
+    close(theirs(ids).logits, want)
+    for weight in theirs.parameters():  # they lie as in the file, not aligned, which may change the last bit
+        weight.data = weight.data.clone()
+    assert torch.equal(theirs(ids).logits, want)
     (tmp_path / "text").write_text("a lazy dog sleeps over a fox")
     found = []
     for folder in (run, out):
