@@ -20,7 +20,8 @@ import measure
 from depthgate.config import ModelConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import parameters
-from depthgate.generation.engine import Engine, generate
+from depthgate.generation.calls import generate
+from depthgate.generation.plain import Reader
 from depthgate.layers import MoD
 from depthgate.model import Decoder
 from depthgate.presets import train_config
@@ -69,9 +70,9 @@ def _calibrate(model: Decoder) -> None:
             bias.sub_(edge.to(bias.dtype))
 
 
-def _filled(model: Decoder, batch: int, context: int) -> Engine:
+def _filled(model: Decoder, batch: int, context: int) -> Reader:
     """An engine whose cache holds `context` tokens of random keys and values; routed layers their share of them."""
-    engine = Engine(model, batch)
+    engine = Reader(model, batch)
     c = model.config
     heads, size = c.kv_heads or c.heads, c.head_size
     for layer, store in zip(model.layers, engine.caches, strict=True):
@@ -90,7 +91,7 @@ def _texts(rows: int, tokens: int, vocab: int) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def _decoded(engine: Engine, batch: int, config: argparse.Namespace) -> dict[str, float]:
+def _decoded(engine: Reader, batch: int, config: argparse.Namespace) -> dict[str, float]:
     """Greedy steps of the whole batch, one after another: tokens a second, and the share that routed layers took."""
     steps = config.new_tokens if engine.cached else min(4, config.new_tokens)
     tokens = torch.randint(engine.model.config.vocab, (batch,), device=engine.device)
@@ -135,7 +136,7 @@ def _rows(name: str, model: Decoder, config: argparse.Namespace) -> list[dict[st
                 if cached:
                     engine = _filled(model, batch, context)
                 else:
-                    engine = Engine(model, batch, cached=False)
+                    engine = Reader(model, batch, cached=False)
                     engine.prefill(_texts(batch, context, model.config.vocab))
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context, "cache": cached}
                 row |= _decoded(engine, batch, config)

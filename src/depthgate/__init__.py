@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "depthgate.config": ("ModelConfig",),
     "depthgate.errors": ("DepthgateError",),
-    "depthgate.generation.engine": ("generate", "stream"),
+    "depthgate.generation.calls": ("generate", "stream"),
     "depthgate.drop_in": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
     "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from depthgate.encoders import SoftMoEBlock as SoftMoEBlock
     from depthgate.encoders import SoftMoEEncoder as SoftMoEEncoder
     from depthgate.errors import DepthgateError as DepthgateError
-    from depthgate.generation.engine import generate as generate
-    from depthgate.generation.engine import stream as stream
+    from depthgate.generation.calls import generate as generate
+    from depthgate.generation.calls import stream as stream
     from depthgate.loading import load as load
     from depthgate.model import Decoder as Decoder
     from depthgate.recording import record as record

@@ -13,7 +13,7 @@ import depthgate as dg
 from depthgate.cli import main
 from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.generation.config import Sampling
-from depthgate.generation.engine import Engine, decode, search
+from depthgate.generation.plain import Reader, decode, search
 from depthgate.generation.text import read_prompts
 from tests.generation.models import built, said
 
@@ -49,7 +49,7 @@ def test_text_that_was_held_back_is_part_of_the_result(how, monkeypatch):
     halves = 0
     for steps in range(1, 12):
         todo = read_prompts(model, ["ab", "c"])
-        events = decode(Engine(model, 2), todo, Sampling(max_new_tokens=12, seed=3, stop=stop))
+        events = decode(Reader(model, 2), todo, Sampling(max_new_tokens=12, seed=3, stop=stop))
         if how == "closed":
             shown = [next(events) for _ in range(2 * steps)]
             events.close()
@@ -78,11 +78,11 @@ def test_an_interrupted_search_gives_the_best_so_far(cache, monkeypatch):
     first = dg.generate(model, "ab", max_new_tokens=9, beams=3)[0]
     for steps in range(9):
         todo = read_prompts(model, ["ab", "cde", "f"])
-        engine = Engine(model, 3, cache)
+        reader = Reader(model, 3, cache)
         with monkeypatch.context() as patch:
             interrupt_at(patch, len(first.tokens) + steps + 1)
             with pytest.raises(KeyboardInterrupt):
-                list(search(engine, todo, Sampling(beams=3, max_new_tokens=9)))
+                list(search(reader, todo, Sampling(beams=3, max_new_tokens=9)))
         assert said(todo[:1]) == said([first])
         assert todo[1].finish is None
         assert todo[2].tokens == []
@@ -97,11 +97,11 @@ def test_an_interrupted_search_gives_the_best_so_far(cache, monkeypatch):
 def test_keys_and_values_of_a_search_are_counted(model, capsys):
     """Dense layers, worked by hand: a row of 8 places, and one more, for each beam; the largest prompt counts."""
     dense = built("dense", vocab=257)
-    engine = Engine(dense, 2)
+    reader = Reader(dense, 2)
     todo = read_prompts(dense, [[1, 2, 3], [4] * 9, [5]])
-    list(search(engine, todo, Sampling(beams=3, max_new_tokens=4)))
+    list(search(reader, todo, Sampling(beams=3, max_new_tokens=4)))
     numbers = 4 * 2 * 2 * 8  # layers, keys and values, heads, their size
-    assert engine.kv_bytes == 3 * (16 + 1) * numbers * 8
+    assert reader.kv_bytes == 3 * (16 + 1) * numbers * 8
     words = ["generate", "--model", model, "--prompt", "the", "--max-new-tokens=5", "--json"]
     bytes_of = {}
     for more in (["--temperature=0"], ["--beams=3"], ["--beams=3", "--no-cache"]):

@@ -11,7 +11,7 @@ import time
 import torch
 
 import depthgate as dg
-from depthgate.generation.engine import Engine
+from depthgate.generation.plain import Reader
 
 
 def main() -> None:
@@ -27,21 +27,21 @@ def main() -> None:
             torch.nn.init.normal_(weight, std=0.3)
     prompts = [torch.randint(64, (n,)).tolist() for n in (3, 9, 20)]
     before = torch.tensor([len(prompt) - 1 for prompt in prompts])
-    engine = Engine(model, 3)
+    reader = Reader(model, 3)
     start, early = time.perf_counter(), (0, 0)
-    logits = engine.prefill(prompts).logits
+    logits = reader.prefill(prompts).logits
     for step in range(steps):
         tokens = logits.argmax(-1)
-        if int(engine.lengths.max()) + 1 >= shape.context:
-            engine.lengths = torch.minimum(engine.lengths, before)
-            for layer in engine.caches:
+        if int(reader.lengths.max()) + 1 >= shape.context:
+            reader.lengths = torch.minimum(reader.lengths, before)
+            for layer in reader.caches:
                 layer.crop(before)
             tokens = torch.tensor([prompt[-1] for prompt in prompts])
             tokens[step % 3] = step % 64  # not the same text for ever
-        logits = engine.step(tokens).logits
+        logits = reader.step(tokens).logits
         if step == steps // 10:
-            early = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache_bytes)
-    rss, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, engine.cache_bytes
+            early = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, reader.cache_bytes)
+    rss, kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, reader.cache_bytes
     seconds = time.perf_counter() - start
     print(f"{steps} steps in {seconds:.0f} s; peak memory {early[0] / 1024:.1f} -> {rss / 1024:.1f} MiB; ", end="")
     print(f"cache {early[1]} -> {kept} bytes")

@@ -20,7 +20,7 @@ from depthgate.config import BenchConfig
 from depthgate.console import print_table
 from depthgate.device import interleaved, machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
-from depthgate.generation.engine import Engine
+from depthgate.generation.plain import Reader
 from depthgate.hf.adapter import cast
 from depthgate.loading import LanguageModel, LoadedDecoder, open_model, text_of
 
@@ -39,7 +39,7 @@ class _Cached:
 
     def read(self, ids: Tensor) -> None:
         """Read tokens (B, T) into a new cache."""
-        self.cache: Any = Engine(self.net, len(ids)) if self.ours else import_module("transformers").DynamicCache()
+        self.cache: Any = Reader(self.net, len(ids)) if self.ours else import_module("transformers").DynamicCache()
         self._go_on(ids)
 
     def step(self) -> None:

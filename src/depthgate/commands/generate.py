@@ -11,8 +11,9 @@ from io import TextIOWrapper
 from depthgate.config import ModelConfig
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
+from depthgate.generation.calls import events
 from depthgate.generation.config import GenerateConfig
-from depthgate.generation.engine import Engine, events
+from depthgate.generation.plain import Reader
 from depthgate.generation.text import Event, Generation, read_prompts
 from depthgate.loading import LoadedDecoder, load
 
@@ -27,10 +28,10 @@ def run(config: GenerateConfig, as_json: bool) -> int:
             raise DepthgateError("--json needs at least one --prompt")
         return _talk(model, config)
     todo = read_prompts(model, config.prompt)
-    engine = Engine(model, len(todo), not config.no_cache, config.chunk)
+    reader = Reader(model, len(todo), not config.no_cache, config.chunk)
     start, code = time.perf_counter(), 0
     try:
-        with closing(events(engine, todo, config)) as stream:
+        with closing(events(reader, todo, config)) as stream:
             if not as_json:
                 _show(stream, todo, model, config.depth)
             for _ in stream:
@@ -43,7 +44,7 @@ def run(config: GenerateConfig, as_json: bool) -> int:
             "results": [{name: getattr(result, name) for name in names} for result in todo],
             "tokens_per_second": sum(len(result.tokens) for result in todo) / max(seconds, 1e-9),
             "seconds": seconds,
-            "kv_bytes": engine.kv_bytes,
+            "kv_bytes": reader.kv_bytes,
         }
         print(json.dumps(report))
     return code
@@ -69,7 +70,7 @@ def _show(stream: Generator[Event], todo: list[Generation], model: LoadedDecoder
             failed = error
         whole = result.text
         if colours and result.tokens:
-            found = Engine(model, 1, cached=False).prefill([result.prompt_tokens + result.tokens])
+            found = Reader(model, 1, cached=False).prefill([result.prompt_tokens + result.tokens])
             whole = _by_depth(result, model.config, int(found.depths[0, -1]))
         print(whole[len(shown) :])
     if depth:
@@ -99,7 +100,7 @@ def _by_depth(result: Generation, shape: ModelConfig, *last: int) -> str:
 
 def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
     """Lines from the user, each continued by the model, which keeps all that was said."""
-    engine = Engine(model, 1, not config.no_cache, config.chunk)
+    reader = Reader(model, 1, not config.no_cache, config.chunk)
     ids: list[int] = []
     drawn = 0
     if isinstance(sys.stdin, TextIOWrapper):
@@ -115,13 +116,13 @@ def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
             if ids and len(ids) + len(new) >= model.config.context:
                 print(f"depthgate: {len(ids)} tokens were said, and more have no room: starting over", file=sys.stderr)
                 ids = []
-                engine.restart(1)
+                reader.restart(1)
             todo = read_prompts(model, [ids + new])
         except DepthgateError as error:
             print(f"depthgate: {error}", file=sys.stderr)
             continue
         try:
-            _show(events(engine, todo, config, drawn), todo, model, config.depth)
+            _show(events(reader, todo, config, drawn), todo, model, config.depth)
         except KeyboardInterrupt:
             print(file=sys.stderr)
         ids, drawn = todo[0].prompt_tokens + todo[0].tokens, drawn + len(todo[0].tokens)

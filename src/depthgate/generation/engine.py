@@ -1,286 +1,253 @@
-"""Generation, from the token ids of prompts (`text.read_prompts`) to a stream of events. `decode` lets the engine read
-the prompts with the causal choice (`prefill`) and picks a token for every row from the logits (`sampling.pick`); then
-`step` reads that token and the next is picked. Rows that finish leave the batch."""
+"""An engine that many requests share: they join while others run, and leave when they are done.
 
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import partial
-from inspect import Parameter, signature
-from itertools import count
-from typing import Any, NamedTuple
+`turn` is called again and again. It lets waiting requests in where there are rows and pages for them, reads a chunk of
+their prompts with the plain path, and makes a step of all rows that run. Where pages run out, the newest request goes
+back to the queue, and later reads again what it has written: its tokens stay the same, since they depend on its prompt
+and seed alone.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from depthgate.cache import LayerCache
-from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
+from depthgate.generation.batch import TRASH, Batch, Likely, likely
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import check_logits, pick, uniform
-from depthgate.generation.text import Event, Generation, Prompt, TextStream, pieces, read_prompts, tokenizer_of
+from depthgate.generation.plain import Reader
+from depthgate.generation.sampling import Filters, pick, uniform
+from depthgate.generation.text import Event, Generation, Prompt, Writing, read_prompts
 from depthgate.model import Decoder
-from depthgate.routing import depth_plans
+
+_MOST_LIKELY = 20  # tokens whose log-probabilities a request may ask for
 
 
-class Pass(NamedTuple):
-    """The findings of one pass over the new tokens of every row."""
+class Request(Writing):
+    """One continuation: its result fills up as events come."""
 
-    logits: Tensor  # (B, V) of the next token, fp32
-    depths: Tensor  # (B, T) layers that each new token went through; -1 at padding, which is at the left
-    routed: Tensor  # (B, L) new tokens that entered each routed layer
+    def __init__(self, number: int, result: Generation, model: Decoder, sampling: Sampling, top: int | None) -> None:
+        super().__init__(number, result, model, sampling)
+        self.top, self.seed = top, sampling.seeds(1)[0]
+        self.row: int | None = None
+        self.pages: list[list[int]] = []  # of each group of layers: all that every token goes through, each routed one
+        self.lengths: list[int] = []  # entries in them
 
-    def ways(self) -> tuple[list[list[int]], list[list[int]]]:
-        """`depths` without padding, and `routed`, for each row. Waits for the device."""
-        return [[depth for depth in row if depth >= 0] for row in self.depths.tolist()], self.routed.tolist()
+    @property
+    def ids(self) -> list[int]:
+        return self.result.prompt_tokens + self.result.tokens
 
 
 class Engine:
-    """A model and what it has read of every row: in caches, or as tokens that it reads again each time."""
+    """Rows and pages for the requests of one model. `submit` and `cancel` may be called from any thread, `turn` from
+    one at a time."""
 
-    def __init__(self, model: Decoder, rows: int, cached: bool = True, chunk: int = 512) -> None:
-        self.model, self.cached, self.chunk = model, cached, check_count(chunk, "chunk")
-        self.tokenizer = tokenizer_of(model)
-        self.device = model.embed.weight.device
-        self.kv_bytes = 0  # the most that keys and values took
-        self.restart(rows)
-
-    def restart(self, rows: int) -> None:
-        """Forget everything, and go on with so many rows."""
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens that were read
-        self.caches = [LayerCache(rows) for _ in self.model.layers] if self.cached else []
-        self.history = self.lengths.new_zeros(2, rows, 0)  # without caches: tokens and positions
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory that keys and values take now."""
-        return sum(layer.nbytes for layer in self.caches)
-
-    @torch.inference_mode()
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Pass:
-        """Read more of every row, `chunk` tokens at a time."""
-        width = max(map(len, prompts))
-        tokens = torch.tensor([[0] * (width - len(ids)) + list(ids) for ids in prompts])
-        place = torch.tensor([range(-(width - len(ids)), len(ids)) for ids in prompts]).to(self.device)
-        return self._read(tokens.to(self.device), torch.where(place < 0, -1, place + self.lengths[:, None]))
-
-    @torch.inference_mode()
-    def step(self, tokens: Tensor) -> Pass:
-        """Read one more token (B,) of every row."""
-        return self._read(tokens[:, None], self.lengths[:, None])
-
-    def _read(self, tokens: Tensor, pos: Tensor) -> Pass:
-        known = torch.cat([self.history, torch.stack([tokens, pos])], 2)
-        entered = []  # the routed layers that took each token, (L, B, T) for each chunk
-        try:
-            for ids, places in torch.split(known, self.chunk if self.cached else known.shape[2], 2):
-                x, plans = self.model.hidden(ids, places, causal=True, caches=self.caches or None)
-                chosen = [plan.chosen[..., 0] for plan in depth_plans(plans)]
-                entered.append(torch.stack(chosen) if chosen else places.new_zeros(0, *places.shape, dtype=torch.bool))
-        except BaseException:  # also Ctrl-C: an interrupted pass leaves nothing behind
-            for layer in self.caches:
-                layer.crop(self.lengths)
-            raise
-        if not self.cached:
-            self.history = known
-        self.kv_bytes = max(self.kv_bytes, self.cache_bytes)
-        self.lengths = self.lengths + (pos >= 0).sum(1)
-        routed = torch.cat(entered, 2)[:, :, -tokens.shape[1] :]
-        depths = torch.where(pos >= 0, routed.sum(0) + len(self.model.layers) - len(routed), -1)
-        return Pass(self.model.head(x[:, -1]).float(), depths, routed.sum(2).T)
-
-    @torch.inference_mode()
-    def select(self, rows: Tensor) -> None:
-        """Go on with these rows (N,), in this order."""
-        self.lengths, self.history = self.lengths[rows], self.history[:, rows]
-        for layer in self.caches:
-            layer.select(rows)
-
-
-class _Row:
-    """A request under way."""
-
-    def __init__(self, number: int, result: Generation, engine: Engine, sampling: Sampling) -> None:
-        self.number, self.result, self.end = number, result, engine.tokenizer.end
-        self.stream = TextStream(engine.tokenizer, sampling.stops)
-        self.most, self.at_most = sampling.most_tokens(engine.model.config.context - len(result.prompt_tokens))
-
-    def add(self, token: int) -> Event:
-        """Take in the next token."""
-        result, stream = self.result, self.stream
-        text = "" if token == self.end else stream.push(token)
-        finish = self.at_most if len(result.tokens) + 1 == self.most else None
-        finish = "end" if token == self.end else "stop" if stream.stopped else finish
-        text += stream.finish() if finish is not None else ""
-        result.tokens.append(token)
-        result.pieces.append(text)
-        result.finish = finish
-        return Event(self.number, token, text, result.depths[-1], finish)
-
-    def close(self) -> None:
-        """Add what was held back to the text."""
-        if self.result.pieces:
-            self.result.pieces[-1] += self.stream.finish()
-
-
-def decode(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
-    """Tokens as they come; `todo` fills up with the results. Where it is interrupted or closed, the text that was held
-    back is added. What the engine has read of the prompts is not read again; `drawn` is how many tokens were sampled
-    before, in a conversation."""
-    prompts = [result.prompt_tokens for result in todo]
-    seeds = torch.tensor(sampling.seeds(len(todo)), device=engine.device)
-    seen = torch.zeros(len(todo), engine.model.config.vocab, dtype=torch.bool, device=engine.device)
-    for number, ids in enumerate(prompts):
-        seen[number, ids] = True
-    rows = [_Row(number, result, engine, sampling) for number, result in enumerate(todo)]
-    try:
-        found = engine.prefill([ids[read:] for ids, read in zip(prompts, engine.lengths.tolist(), strict=True)])
-        for step in count(drawn):
-            check_logits(found.logits)
-            tokens = pick(found.logits, sampling, seen, uniform(seeds, step))
-            seen.scatter_(1, tokens[:, None], True)
-            for row, depths, routed in zip(rows, *found.ways(), strict=True):
-                row.result.note(depths, routed)
-            for row, token in zip(rows, tokens.tolist(), strict=True):
-                yield row.add(token)
-            stay = [i for i, row in enumerate(rows) if row.result.finish is None]
-            if not stay:
-                return
-            if len(stay) < len(rows):
-                rows, index = [rows[i] for i in stay], torch.tensor(stay, device=engine.device)
-                engine.select(index)
-                seeds, seen, tokens = seeds[index], seen[index], tokens[index]
-            found = engine.step(tokens)
-    finally:
-        for row in rows:
-            row.close()
-
-
-@dataclass
-class _Beam(Generation):
-    """A continuation under way, with the sum of the log-probabilities of its tokens."""
-
-    score: float = 0.0
+    def __init__(
+        self, model: Decoder, *, rows: int = 64, memory: int | None = None, chunk: int = 512, page: int = 256
+    ) -> None:
+        """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
+        can hold. chunk: tokens of prompts that are read in a turn. page: tokens of a page."""
+        config = model.config
+        self.model, self.chunk = model, check_count(chunk, "chunk")
+        self.page = min(check_count(page, "page"), config.context)
+        longest = self._pages(config.context)
+        memory = check_count(rows, "rows") * longest * self.page if memory is None else memory
+        dense = check_count(memory, "memory", minimum=self.page) // self.page
+        self.most = min(config.context, dense * self.page)  # tokens that one request may have
+        # Twice what a routed layer takes on average, and enough for one request that enters it with every token.
+        routed = len(config.routed) * max(min(longest, dense), int(2 * config.capacity * dense))
+        self.batch = Batch(model, rows, dense, routed, self.page)
+        self._free = [list(range(pages, TRASH, -1)) for pages in (dense, routed)]
+        self._rows = list(range(rows))[::-1]
+        self._queue, self._cancelled = deque[Request](), deque[Request]()
+        self._reading: tuple[list[Request], Reader] | None = None
+        self._active: dict[int, Request] = {}  # by row, the newest last
+        self._filters: Filters | None = None
+        self._lock, self._count = threading.Lock(), 0
 
     @property
-    def mean(self) -> float:
-        """Log-probability a token, by which beams are compared."""
-        return self.score / max(1, len(self.tokens))
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queue)
 
+    @property
+    def running(self) -> int:
+        """Requests that are read or written."""
+        return len(self._active) + (len(self._reading[0]) if self._reading else 0)
 
-def search(engine: Engine, todo: list[Generation], sampling: Sampling) -> Generator[Event]:
-    """The best continuation of every prompt by log-probability a token; prompts are searched one after another, and
-    the tokens of each come when it is found. Where it is interrupted, the prompt under way keeps the best so far."""
-    for number, result in enumerate(todo):
-        try:
-            for best in _best_so_far(engine, result, sampling):
-                result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
-            result.finish = best.finish
-        finally:
-            result.pieces = pieces(result.tokens, engine.tokenizer, sampling.stops)
-        depths = result.depths[len(result.prompt_tokens) - 1 :]
-        finishes = [None] * (len(result.tokens) - 1) + [result.finish]
-        yield from map(partial(Event, number), result.tokens, result.pieces, depths, finishes)
+    def submit(self, prompt: Prompt, sampling: Sampling, logprobs: int | None = None) -> Request:
+        """Add a request to the end of the queue. `logprobs`: also find the log-probability of each token, and of so
+        many of the likeliest."""
+        (result,) = read_prompts(self.model, [prompt])
+        if sampling.beams > 1:
+            raise InvalidValueError(f"beams is {sampling.beams}: an engine samples; search with dg.generate")
+        if logprobs is not None:
+            check_count(logprobs, "logprobs", 0, _MOST_LIKELY)
+        with self._lock:
+            request = Request(self._count, result, self.model, sampling, logprobs)
+            self._count += 1
+        if len(request.ids) + request.most > self.most:
+            raise InvalidValueError(
+                f"the prompt has {len(request.ids)} tokens and may grow by {request.most}, and there is memory for "
+                f"{self.most}: lower max_new_tokens, or give the engine more memory"
+            )
+        self._queue.append(request)
+        return request
 
+    def cancel(self, request: Request) -> None:
+        """End a request in the next turn, unless it is finished by then."""
+        self._cancelled.append(request)
 
-def _best_so_far(engine: Engine, result: Generation, sampling: Sampling) -> Generator[_Beam]:
-    """The best continuation of one prompt so far, after each token that all beams grow by."""
-    config, width = engine.model.config, sampling.beams
-    most, at_most = sampling.most_tokens(config.context - len(result.prompt_tokens))
-    going, finished = [_Beam(result.prompt, result.prompt_tokens)], list[_Beam]()
-    engine.restart(1)
-    found = engine.prefill([result.prompt_tokens])
-    for length in range(1, most + 1):
-        extended = _extended(going, found, 2 * width)  # twice as many as are kept: half of them may end here
-        for _, beam in extended:
-            beam.finish = _finish(beam.tokens, engine.tokenizer, sampling.stops)
-        finished += [beam for _, beam in extended if beam.finish is not None]
-        finished = sorted(finished, key=lambda beam: -beam.mean)[:width]
-        kept = [(parent, beam) for parent, beam in extended if beam.finish is None][:width]
-        going = [beam for _, beam in kept]
-        if length == most:
-            for beam in going:
-                beam.finish = at_most
-        yield max([*finished, *going], key=lambda beam: beam.mean)
-        settled = len(finished) == width and all(finished[-1].mean >= beam.mean for beam in going)
-        if settled or length == most:
+    @torch.inference_mode()
+    def turn(self) -> list[Event]:
+        """Work for as long as a step takes, and return the tokens that came of it; none if there is nothing to do."""
+        found = [*self._drop_cancelled(), *self._read()]
+        if self._active:
+            self._make_room()
+            found += self._step()
+        return found
+
+    def _drop_cancelled(self) -> Iterator[Event]:
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if request.result.finish is not None:
+                continue
+            if request in self._queue:
+                self._queue.remove(request)
+            elif request.row is None:
+                self._reading = None  # a request that is read for more than a turn is read alone
+            yield self._end(request, "cancelled")
+
+    def _read(self) -> Iterator[Event]:
+        """Read a chunk of the prompts that come next, and begin to write where they were read whole."""
+        self._reading = self._reading or self._let_in()
+        if self._reading is None:
             return
-        engine.select(torch.tensor([parent for parent, _ in kept], device=engine.device))
-        found = engine.step(torch.tensor([beam.tokens[-1] for beam in going], device=engine.device))
+        requests, reader = self._reading
+        parts = []
+        for request, at in zip(requests, reader.lengths.tolist(), strict=True):
+            known = len(request.result.depths)  # more than were read if the request was sent back
+            parts.append(request.ids[at : min(at + self.chunk, known)] or request.ids[at : at + self.chunk])
+        found = reader.prefill(parts)
+        whole = True
+        for request, at, *ways in zip(requests, reader.lengths.tolist(), *found.ways(), strict=True):
+            if at > len(request.result.depths):
+                request.result.note(*ways)
+            whole = whole and at == len(request.ids)
+        if whole:
+            self._reading = None
+            yield from self._begin(requests, reader, found.logits)
+
+    def _let_in(self) -> tuple[list[Request], Reader] | None:
+        """The first requests of the queue that there are rows and pages for: one, or several that fit into a chunk."""
+        taken: list[Request] = []
+        need = 0
+        while self._queue and len(taken) < len(self._rows):
+            request = self._queue[0]
+            longest = max(len(each.ids) for each in (*taken, request))
+            if taken and ((len(taken) + 1) * longest > self.chunk or request.result.depths or taken[0].result.depths):
+                break
+            need += self._pages(len(request.ids) + 1)
+            if need > len(self._free[0]) or need * len(self.model.config.routed) > len(self._free[1]):
+                break
+            taken.append(self._queue.popleft())
+        return (taken, Reader(self.model, len(taken), chunk=self.chunk)) if taken else None
+
+    def _begin(self, requests: Sequence[Request], reader: Reader, logits: Tensor) -> Iterator[Event]:
+        """Pick the first tokens of requests that were read, and give them rows and pages."""
+        device = self.batch.device
+        seeds = torch.tensor([request.seed for request in requests], device=device)
+        drawn = torch.tensor([len(request.result.tokens) for request in requests], device=device)
+        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
+        for mask, request in zip(seen, requests, strict=True):
+            mask[request.ids] = True
+        filters = Filters.of([request.sampling for request in requests], device)
+        tokens = pick(logits, filters, seen, uniform(seeds, drawn))
+        seen.scatter_(1, tokens[:, None], True)
+        routed = [reader.caches[n] for n in self.model.config.routed]
+        lengths = [reader.lengths, *(cache.store.lengths if cache.store else drawn * 0 for cache in routed)]
+        for n, (request, *counts) in enumerate(zip(requests, *(each.tolist() for each in lengths), strict=True)):
+            request.row = self._rows.pop()
+            request.lengths, request.pages = counts, [[] for _ in counts]
+            for group, count in enumerate(counts):
+                self._grow(request, group, count)
+            self.batch.put(request.row, reader.caches, n, counts, tokens[n], seen[n], seeds[n], drawn[n] + 1)
+            self._active[request.row] = request
+        self._filters = None
+        yield from self._land(requests, tokens, logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests)))
+
+    def _make_room(self) -> None:
+        """Have a place for one more entry in every group of every row; where there are no pages left, the newest
+        requests go back to the queue."""
+        for request in list(self._active.values()):
+            for group, length in enumerate(request.lengths):
+                while request.row is not None and not self._grow(request, group, length + 1):
+                    newest = next(reversed(self._active.values()))
+                    self._release(newest)
+                    self._queue.appendleft(newest)
+
+    def _grow(self, request: Request, group: int, entries: int) -> bool:
+        """Give a request pages for so many entries; False if there are not enough."""
+        pages, free = request.pages[group], self._free[group > 0]
+        while len(pages) < self._pages(entries):
+            if not free:
+                return False
+            pages.append(free.pop())
+            self.batch.tables[group, request.row, len(pages) - 1] = pages[-1]
+        return True
+
+    def _pages(self, entries: int) -> int:
+        return -(-entries // self.page)
+
+    def _step(self) -> Iterator[Event]:
+        """Make a step of all rows."""
+        rows = sorted(self._active)
+        requests = [self._active[row] for row in rows]
+        if self._filters is None:
+            self._filters = Filters.of([request.sampling for request in requests], self.batch.device)
+        taken = self.batch.step(self._filters, _most(requests))
+        dense = len(self.model.layers) - len(self.model.config.routed)
+        for request, entered in zip(requests, taken.entered.tolist(), strict=True):
+            request.result.note([dense + sum(entered)], entered)
+            request.lengths = [a + b for a, b in zip(request.lengths, [1, *entered], strict=True)]
+        yield from self._land(requests, taken.tokens, taken.finite, taken.likely)
+
+    def _land(
+        self, requests: Sequence[Request], tokens: Tensor, finite: Tensor, found: Likely | None
+    ) -> Iterator[Event]:
+        """Add the tokens to the results."""
+        top = found.read() if found else []
+        for n, (request, token, good) in enumerate(zip(requests, tokens.tolist(), finite.tolist(), strict=True)):
+            if not good:
+                yield self._end(request, "error")
+                continue
+            logprob, likeliest = top[n] if request.top is not None else (None, [])
+            event = request.add(token, logprob, likeliest[: request.top])
+            if event.finish is not None:
+                self._release(request)
+            yield event
+
+    def _end(self, request: Request, finish: str) -> Event:
+        """The last event of a request that ends without a token."""
+        request.close()
+        request.result.finish = finish
+        self._release(request)
+        return Event(request.number, -1, "", 0, finish)
+
+    def _release(self, request: Request) -> None:
+        """Give back the row and the pages of a request, if it has any."""
+        if request.row is None:
+            return
+        for group, pages in enumerate(request.pages):
+            self._free[group > 0] += pages
+            self.batch.tables[group, request.row] = TRASH
+        self.batch.live[request.row] = False
+        del self._active[request.row]
+        self._rows.append(request.row)
+        self._filters, request.row = None, None
 
 
-def _extended(beams: list[_Beam], found: Pass, most: int) -> list[tuple[int, _Beam]]:
-    """The likeliest beams with one more token, best first, each with the row that it comes from."""
-    check_logits(found.logits)
-    for beam, depths, routed in zip(beams, *found.ways(), strict=True):
-        beam.note(depths, routed)
-    scores = found.logits.log_softmax(-1) + torch.tensor([[beam.score] for beam in beams], device=found.logits.device)
-    best = scores.flatten().topk(min(most, scores.numel()))
-    places = [divmod(place, scores.shape[1]) for place in best.indices.tolist()]
-    return [
-        (row, replace(beams[row], tokens=[*beams[row].tokens, token], score=score))
-        for score, (row, token) in zip(best.values.tolist(), places, strict=True)
-    ]
-
-
-def _finish(tokens: list[int], tokenizer: TextTokenizer, stops: list[str]) -> str | None:
-    if tokens[-1] == tokenizer.end:
-        return "end"
-    text = tokenizer.decode(tokens) if stops else ""
-    return "stop" if any(stop in text for stop in stops) else None
-
-
-def events(engine: Engine, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
-    """Every token of every request, searched or sampled. Options are checked at once; computing waits for `next`."""
-    for stop in sampling.stops:
-        engine.tokenizer.encode(stop)  # a model without a tokenizer refuses text
-    sampling.seeds(len(todo))
-    return search(engine, todo, sampling) if sampling.beams > 1 else decode(engine, todo, sampling, drawn)
-
-
-def stream(
-    model: Decoder, prompts: Prompt | Sequence[Prompt], *, cache: bool = True, chunk: int = 512, **options: Any
-) -> Generator[Event]:
-    """The tokens of `generate` one by one, as they come; with beams, when the best continuation is known.
-
-    Args:"""
-    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
-    return events(Engine(model, len(todo), cache, chunk), todo, sampling)
-
-
-def generate(
-    model: Decoder,
-    prompts: Prompt | Sequence[Prompt],
-    *,
-    cache: bool = True,
-    chunk: int = 512,
-    callback: Callable[[Event], None] | None = None,
-    **options: Any,
-) -> list[Generation]:
-    """Continue every prompt (text, or token ids); one result for each, in their order.
-
-    A request's tokens depend on its prompt and seed alone, whatever else is in the batch.
-
-    Args:
-        cache: keep keys and values; without, all is computed again for each token, with the same result in float32
-        chunk: tokens of a prompt computed at once
-        callback: gets each token as it comes; with beams, when the best continuation is known"""
-    if callback is not None and not callable(callback):
-        raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")
-    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
-    for event in events(Engine(model, len(todo), cache, chunk), todo, sampling):
-        if callback is not None:
-            callback(event)
-    return todo
-
-
-def _show_options(function: Any) -> None:
-    """Give **options the names, defaults and explanations of Sampling, in the function's signature and help."""
-    known, kind = signature(function), Parameter.KEYWORD_ONLY
-    model, prompts, *own, _ = known.parameters.values()
-    options = [Parameter(f.name, kind, default=f.default, annotation=f.type) for f in fields(Sampling)]
-    function.__signature__ = known.replace(parameters=[model, prompts, *options, *own])
-    function.__doc__ += (Sampling.__doc__ or "").partition("Args:")[2]
-
-
-_show_options(stream)
-_show_options(generate)
+def _most(requests: Iterable[Request]) -> int | None:
+    """The most log-probabilities that one of the requests asks for."""
+    return max((request.top for request in requests if request.top is not None), default=None)

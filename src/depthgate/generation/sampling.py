@@ -4,6 +4,8 @@ A choice is a function of one row's logits and one number: probabilities become 
 order of summing, no other row and no device moves a token's place between 0 and 1.
 """
 
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,33 @@ from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 
 
-def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, numbers: Tensor | None = None) -> Tensor:
+class Filters(NamedTuple):
+    """Sampling options of every row, each (B, 1). A filter that is None is that of no row."""
+
+    temperature: Tensor | None = None  # 0: greedy; None: every row is greedy
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    min_p: Tensor | None = None
+    repetition_penalty: Tensor | None = None
+
+    @classmethod
+    def of(cls, rows: list[Sampling], device: torch.device | str) -> Self:
+        """Those of rows with different options; a row that lacks a filter gets one that changes nothing."""
+
+        def column(name: str, nothing: float) -> Tensor | None:
+            values = [getattr(row, name) for row in rows]
+            values = [nothing if value is None else value for value in values]
+            used = any(value != nothing for value in values)
+            # In float64, as one number for all rows would be.
+            return torch.tensor(values, dtype=torch.float64, device=device)[:, None] if used else None
+
+        limits = {"top_k": float("inf"), "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        return cls(column("temperature", 0.0), *(column(name, nothing) for name, nothing in limits.items()))
+
+
+def pick(
+    logits: Tensor, filters: Filters | Sampling, seen: Tensor | None = None, numbers: Tensor | None = None
+) -> Tensor:
     """A token id for each row of logits, (B, V) -> (B,).
 
     seen: (B, V) bool, the tokens of prompt and output so far; needed where there is a repetition penalty.
@@ -20,38 +48,51 @@ def pick(logits: Tensor, sampling: Sampling, seen: Tensor | None = None, numbers
 
     Greedy takes the first of the largest. Logits that `check_logits` refuses give some id in range.
     """
-    if sampling.temperature == 0:
-        return _penalised(logits, sampling, seen).argmax(-1)
-    ends = weights(logits, sampling, seen).cumsum(-1)  # (B, V): where each token's interval ends
+    if isinstance(filters, Sampling):
+        filters = Filters.of([filters], logits.device)
+    x = _penalised(logits, filters, seen)
+    likeliest = x.argmax(-1)
+    if filters.temperature is None:
+        return likeliest
+    ends = _weights(x, filters).cumsum(-1)  # (B, V): where each token's interval ends
     assert numbers is not None
     total = ends[:, -1]
     # The largest numbers may round to the very end, where no token lies.
     target = torch.minimum((numbers.double() * total).long(), total - 1).clamp(min=0)
-    return torch.searchsorted(ends, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    drawn = torch.searchsorted(ends, target[:, None], right=True)[:, 0].clamp(max=logits.shape[1] - 1)
+    return torch.where(filters.temperature[:, 0] == 0, likeliest, drawn)
 
 
-def weights(logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+def weights(logits: Tensor, filters: Filters | Sampling, seen: Tensor | None = None) -> Tensor:
     """Probabilities after all filters as integers whose sum in a row is at most 2**62; not for greedy sampling.
 
     The best token has 2**45 where V is 2**17: what falls below 2**-45 of it counts as 0.
     """
-    x = _penalised(logits, sampling, seen)
-    if sampling.top_k is not None:
+    if isinstance(filters, Sampling):
+        filters = Filters.of([filters], logits.device)
+    return _weights(_penalised(logits, filters, seen), filters)
+
+
+def _weights(x: Tensor, filters: Filters) -> Tensor:
+    V = x.shape[1]
+    if filters.top_k is not None:
         # Temperature keeps the order, so this may come first: dividing could round two logits to a tie.
-        kth = x.topk(min(sampling.top_k, x.shape[1]), -1).values[:, -1:]
-        x = x.masked_fill(x < kth, -torch.inf)
-    x = (x - x.amax(-1, keepdim=True)) / _tame(sampling.temperature)  # at most 0: nothing overflows
+        last = filters.top_k.clamp(max=V).long() - 1
+        x = x.masked_fill(x < x.sort(dim=-1, descending=True).values.gather(1, last.expand(len(x), 1)), -torch.inf)
+    assert filters.temperature is not None
+    x = (x - x.amax(-1, keepdim=True)) / _tame(filters.temperature).float()  # at most 0: nothing overflows
     share = x.exp()  # of the best token's probability
-    weight = (share * 2.0 ** (62 - (x.shape[1] - 1).bit_length())).long()
-    if sampling.top_p is not None and sampling.top_p < 1:
+    weight = (share * 2.0 ** (62 - (V - 1).bit_length())).long()
+    if filters.top_p is not None:
         order = x.sort(dim=-1, descending=True, stable=True).indices  # stable: the lower of two equal ids comes first
         sums = weight.gather(1, order).cumsum(-1)
-        reached = sums.double() >= sampling.top_p * sums[:, -1:].double()
+        reached = sums.double() >= filters.top_p * sums[:, -1:].double()
         after = reached.roll(1, -1)  # a token is dropped where those before it reach top_p
         after[:, 0] = False
+        after = after & (filters.top_p < 1)
         weight = weight.masked_fill(torch.empty_like(after).scatter_(1, order, after), 0)
-    if sampling.min_p is not None:
-        weight = weight.masked_fill(share < sampling.min_p, 0)
+    if filters.min_p is not None:
+        weight = weight.masked_fill(share < filters.min_p.float(), 0)
     return weight
 
 
@@ -66,19 +107,19 @@ def check_logits(logits: Tensor) -> None:
         )
 
 
-def _penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+def _penalised(logits: Tensor, filters: Filters, seen: Tensor | None) -> Tensor:
     """Logits in fp32; those of seen tokens made smaller (CTRL, Keskar et al. 2019, section 4.1)."""
     x = logits.float()
-    if seen is None or sampling.repetition_penalty == 1:
+    if seen is None or filters.repetition_penalty is None:
         return x
-    penalty = _tame(sampling.repetition_penalty)
+    penalty = _tame(filters.repetition_penalty).float()
     smaller = torch.where(x < 0, x * penalty, x / penalty).clamp(max=torch.finfo(x.dtype).max)
-    return torch.where(seen, smaller, x)
+    return torch.where(seen & (penalty != 1), smaller, x)
 
 
-def _tame(value: float) -> float:
-    """Kept where it and its inverse are ordinary fp32 numbers: 0 / 0 and inf * 0 would be NaN."""
-    return min(max(value, 2.0**-100), 2.0**100)
+def _tame(values: Tensor) -> Tensor:
+    """Kept where they and their inverses are ordinary fp32 numbers: 0 / 0 and inf * 0 would be NaN."""
+    return values.clamp(2.0**-100, 2.0**100)
 
 
 def uniform(seeds: Tensor, step: int | Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
+from depthgate.generation.config import Sampling
 from depthgate.model import Decoder
 
 Prompt = str | Sequence[int] | Tensor
@@ -38,7 +39,9 @@ class Event(NamedTuple):
     token: int
     text: str  # safe to show now; held back while it may be half a character or the beginning of a stop string
     depth: int  # layers that the token before it went through: the one this was predicted from
-    finish: str | None  # end, stop, length or context if this was the last one
+    finish: str | None  # end, stop, length or context if this was the last one; cancelled or error without a token
+    logprob: float | None = None  # of the token, as the model says, before all filters; where an engine was asked
+    top: Sequence[tuple[int, float]] = ()  # the likeliest tokens and theirs, best first
 
 
 @dataclass
@@ -156,3 +159,30 @@ def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
         return text[next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)) :]
 
     return whole
+
+
+class Writing:
+    """A request under way: tokens go in, events come out."""
+
+    def __init__(self, number: int, result: Generation, model: Decoder, sampling: Sampling) -> None:
+        tokenizer = tokenizer_of(model)
+        self.number, self.result, self.sampling, self.end = number, result, sampling, tokenizer.end
+        self.stream = TextStream(tokenizer, sampling.stops)
+        self.most, self.at_most = sampling.most_tokens(model.config.context - len(result.prompt_tokens))
+
+    def add(self, token: int, *likely: Any) -> Event:
+        """Take in the next token."""
+        result, stream = self.result, self.stream
+        text = "" if token == self.end else stream.push(token)
+        finish = self.at_most if len(result.tokens) + 1 == self.most else None
+        finish = "end" if token == self.end else "stop" if stream.stopped else finish
+        text += stream.finish() if finish is not None else ""
+        result.tokens.append(token)
+        result.pieces.append(text)
+        result.finish = finish
+        return Event(self.number, token, text, result.depths[-1], finish, *likely)
+
+    def close(self) -> None:
+        """Add what was held back to the text."""
+        if self.result.pieces:
+            self.result.pieces[-1] += self.stream.finish()

@@ -18,7 +18,7 @@ from depthgate.device import interleaved
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.flops import training_flops
-from depthgate.generation.engine import generate
+from depthgate.generation.calls import generate
 from depthgate.isoflop.config import baseline
 from depthgate.isoflop.fit import Curve, Interval, Verdict, calibrations, verdicts
 from depthgate.isoflop.grid import CELLS, Row

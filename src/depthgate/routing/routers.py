@@ -190,6 +190,13 @@ class TopTokens(nn.Module):
         slot = None if slot is None else slot.mT.reshape(scores.shape)
         return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep)
 
+    def decide(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (N, D) at positions (N,), each by itself: True where the causal rule routes it (N, E), and gates."""
+        tokens = self._features(x[:, None], None)
+        scores = self._ranked(self.proj(tokens, pos[:, None], self.capacity))
+        gates = self.gate(scores.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE))
+        return self.rule(tokens, scores)[:, 0] >= 0, gates[:, 0]
+
     def _by_pool(self, each: Tensor) -> Tensor:
         """(B, T, E) -> (P, E, tokens of a pool)."""
         return each.mT if self.pool == "sequence" else each.flatten(0, 1)[None].mT

@@ -11,7 +11,7 @@ import depthgate as dg
 from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
-from depthgate.generation.engine import Engine, decode
+from depthgate.generation.plain import Reader, decode
 from depthgate.generation.text import read_prompts
 from tests.conftest import close
 from tests.generation.models import VOCAB, built, prompts, said
@@ -53,9 +53,9 @@ def test_every_logit_of_decoding_is_that_of_one_forward_pass(pattern, rule):
     ids = prompts(1, 5)[0] + prompts(1, 6)[0]
     with torch.inference_mode():
         whole = model(torch.tensor([ids]), causal=True).logits[0]
-    engine = Engine(model, 1, chunk=4)
+    reader = Reader(model, 1, chunk=4)
     for n, token in enumerate(ids):
-        logits = engine.step(torch.tensor([token])).logits if n else engine.prefill([[token]]).logits
+        logits = reader.step(torch.tensor([token])).logits if n else reader.prefill([[token]]).logits
         close(logits[0], whole[n].float())
 
 
@@ -73,14 +73,14 @@ def test_a_layer_stores_and_computes_only_what_enters_it():
     for i, layer in enumerate(model.layers):
         (layer.block if hasattr(layer, "block") else layer).register_forward_pre_hook(count(i), with_kwargs=True)
     todo = read_prompts(model, prompts(5, 3))
-    engine = Engine(model, 5)
-    for _ in decode(engine, todo, Sampling(temperature=0, max_new_tokens=12)):
+    reader = Reader(model, 5)
+    for _ in decode(reader, todo, Sampling(temperature=0, max_new_tokens=12)):
         pass
     fed = sum(len(r.depths) for r in todo)
     entered = [sum(r.routed[i] for r in todo) for i in range(2)]
     # Chunks of a prefill are padded at the left, and a dense layer is given that padding as well.
     assert computed == [fed, entered[0], fed, entered[1]]
-    stored = [int(layer.store.lengths.sum()) for layer in engine.caches]
+    stored = [int(layer.store.lengths.sum()) for layer in reader.caches]
     assert stored == [fed, entered[0], fed, entered[1]]
     assert 0 < sum(entered) < 2 * fed
 
@@ -100,16 +100,16 @@ def test_rows_that_end_leave_the_batch_and_the_others_do_not_notice():
 
 def test_a_long_row_that_leaves_gives_its_memory_back():
     model = built(vocab=257)
-    engine = Engine(model, 2)
+    reader = Reader(model, 2)
     texts = [torch.randint(257, (n,)).tolist() for n in (40, 3)]
-    engine.prefill(texts)
-    before = engine.cache_bytes
-    engine.select(torch.tensor([1]))
-    alone = Engine(model, 1)
+    reader.prefill(texts)
+    before = reader.cache_bytes
+    reader.select(torch.tensor([1]))
+    alone = Reader(model, 1)
     alone.prefill(texts[1:])
-    for each in (engine, alone):
+    for each in (reader, alone):
         each.step(torch.tensor([7]))
-    assert engine.cache_bytes <= alone.cache_bytes < before / 4
+    assert reader.cache_bytes <= alone.cache_bytes < before / 4
 
 
 def test_stop_strings_end_the_text():
