@@ -7,27 +7,51 @@ from typing import Any
 
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
+from depthgate.generation.engine import run
 from depthgate.generation.plain import Reader, decode, search
-from depthgate.generation.text import Event, Generation, Prompt, read_prompts
+from depthgate.generation.text import Event, Generation, Prompt, check_stops, read_prompts
 from depthgate.model import Decoder
 
 
 def events(reader: Reader, todo: list[Generation], sampling: Sampling, drawn: int = 0) -> Generator[Event]:
     """Every token of every request, searched or sampled. Options are checked at once; computing waits for `next`."""
-    for stop in sampling.stops:
-        reader.tokenizer.encode(stop)  # a model without a tokenizer refuses text
+    check_stops(reader.model, sampling)
     sampling.seeds(len(todo))
     return search(reader, todo, sampling) if sampling.beams > 1 else decode(reader, todo, sampling, drawn)
 
 
+def _events(
+    model: Decoder,
+    prompts: Prompt | Sequence[Prompt],
+    options: dict[str, Any],
+    cache: bool,
+    chunk: int,
+    engine: bool | None,
+) -> tuple[list[Generation], Generator[Event]]:
+    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
+    if engine and (not cache or sampling.beams > 1):
+        what = "cache is False" if not cache else f"beams is {sampling.beams}"
+        raise InvalidValueError(f"engine is True and {what}: leave one of them out")
+    if engine:
+        check_stops(model, sampling)
+        sampling.seeds(len(todo))
+        return todo, run(model, todo, sampling, chunk)
+    return todo, events(Reader(model, len(todo), cache, chunk), todo, sampling)
+
+
 def stream(
-    model: Decoder, prompts: Prompt | Sequence[Prompt], *, cache: bool = True, chunk: int = 512, **options: Any
+    model: Decoder,
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    cache: bool = True,
+    chunk: int = 512,
+    engine: bool | None = None,
+    **options: Any,
 ) -> Generator[Event]:
     """The tokens of `generate` one by one, as they come; with beams, when the best continuation is known.
 
     Args:"""
-    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
-    return events(Reader(model, len(todo), cache, chunk), todo, sampling)
+    return _events(model, prompts, options, cache, chunk, engine)[1]
 
 
 def generate(
@@ -36,6 +60,7 @@ def generate(
     *,
     cache: bool = True,
     chunk: int = 512,
+    engine: bool | None = None,
     callback: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> list[Generation]:
@@ -46,11 +71,12 @@ def generate(
     Args:
         cache: keep keys and values; without, all is computed again for each token, with the same result in float32
         chunk: tokens of a prompt computed at once
+        engine: compute with the engine that `depthgate serve` has; the same result in float32, faster
         callback: gets each token as it comes; with beams, when the best continuation is known"""
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")
-    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
-    for event in events(Reader(model, len(todo), cache, chunk), todo, sampling):
+    todo, found = _events(model, prompts, options, cache, chunk, engine)
+    for event in found:
         if callback is not None:
             callback(event)
     return todo

@@ -8,7 +8,8 @@ and seed alone.
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.batch import TRASH, Batch, Likely, likely
 from depthgate.generation.config import Sampling
 from depthgate.generation.plain import Reader
-from depthgate.generation.sampling import Filters, pick, uniform
-from depthgate.generation.text import Event, Generation, Prompt, Writing, read_prompts
+from depthgate.generation.sampling import NOT_FINITE, Filters, pick, uniform
+from depthgate.generation.text import Event, Generation, Prompt, Writing, check_stops, read_prompts
 from depthgate.model import Decoder
 
+_PAGE, _MOST_ROWS = 256, 64
 _MOST_LIKELY = 20  # tokens whose log-probabilities a request may ask for
 
 
@@ -44,7 +46,7 @@ class Engine:
     one at a time."""
 
     def __init__(
-        self, model: Decoder, *, rows: int = 64, memory: int | None = None, chunk: int = 512, page: int = 256
+        self, model: Decoder, *, rows: int = _MOST_ROWS, memory: int | None = None, chunk: int = 512, page: int = _PAGE
     ) -> None:
         """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
         can hold. chunk: tokens of prompts that are read in a turn. page: tokens of a page."""
@@ -56,13 +58,13 @@ class Engine:
         dense = check_count(memory, "memory", minimum=self.page) // self.page
         self.most = min(config.context, dense * self.page)  # tokens that one request may have
         # Twice what a routed layer takes on average, and enough for one request that enters it with every token.
-        routed = len(config.routed) * max(min(longest, dense), int(2 * config.capacity * dense))
-        self.batch = Batch(model, rows, dense, routed, self.page)
+        # And a page that is not full in each row.
+        routed = len(config.routed) * max(min(longest, dense), min(dense, int(2 * config.capacity * dense) + rows))
+        self.batch, self.rows = Batch(model, rows, dense, routed, self.page), rows
         self._free = [list(range(pages, TRASH, -1)) for pages in (dense, routed)]
-        self._rows = list(range(rows))[::-1]
         self._queue, self._cancelled = deque[Request](), deque[Request]()
         self._reading: tuple[list[Request], Reader] | None = None
-        self._active: dict[int, Request] = {}  # by row, the newest last
+        self._active: list[Request] = []  # by row
         self._filters: Filters | None = None
         self._lock, self._count = threading.Lock(), 0
 
@@ -80,6 +82,11 @@ class Engine:
         """Add a request to the end of the queue. `logprobs`: also find the log-probability of each token, and of so
         many of the likeliest."""
         (result,) = read_prompts(self.model, [prompt])
+        check_stops(self.model, sampling)
+        return self.add(result, sampling, logprobs)
+
+    def add(self, result: Generation, sampling: Sampling, logprobs: int | None = None) -> Request:
+        """`submit` a prompt that was read, whose result is to be filled."""
         if sampling.beams > 1:
             raise InvalidValueError(f"beams is {sampling.beams}: an engine samples; search with dg.generate")
         if logprobs is not None:
@@ -143,7 +150,7 @@ class Engine:
         """The first requests of the queue that there are rows and pages for: one, or several that fit into a chunk."""
         taken: list[Request] = []
         need = 0
-        while self._queue and len(taken) < len(self._rows):
+        while self._queue and len(self._active) + len(taken) < self.rows:
             request = self._queue[0]
             longest = max(len(each.ids) for each in (*taken, request))
             if taken and ((len(taken) + 1) * longest > self.chunk or request.result.depths or taken[0].result.depths):
@@ -168,22 +175,22 @@ class Engine:
         routed = [reader.caches[n] for n in self.model.config.routed]
         lengths = [reader.lengths, *(cache.store.lengths if cache.store else drawn * 0 for cache in routed)]
         for n, (request, *counts) in enumerate(zip(requests, *(each.tolist() for each in lengths), strict=True)):
-            request.row = self._rows.pop()
             request.lengths, request.pages = counts, [[] for _ in counts]
             for group, count in enumerate(counts):
                 self._grow(request, group, count)
-            self.batch.put(request.row, reader.caches, n, counts, tokens[n], seen[n], seeds[n], drawn[n] + 1)
-            self._active[request.row] = request
+            state = {"token": tokens[n], "seen": seen[n], "seeds": seeds[n], "drawn": drawn[n] + 1}
+            request.row = self.batch.put(reader.caches, n, request.pages, counts, **state)
+            self._active.append(request)
         self._filters = None
         yield from self._land(requests, tokens, logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests)))
 
     def _make_room(self) -> None:
         """Have a place for one more entry in every group of every row; where there are no pages left, the newest
         requests go back to the queue."""
-        for request in list(self._active.values()):
+        for request in sorted(self._active, key=lambda each: each.number):
             for group, length in enumerate(request.lengths):
                 while request.row is not None and not self._grow(request, group, length + 1):
-                    newest = next(reversed(self._active.values()))
+                    newest = max(self._active, key=lambda each: each.number)
                     self._release(newest)
                     self._queue.appendleft(newest)
 
@@ -194,7 +201,8 @@ class Engine:
             if not free:
                 return False
             pages.append(free.pop())
-            self.batch.tables[group, request.row, len(pages) - 1] = pages[-1]
+            if request.row is not None:
+                self.batch.set_pages(request.row, group, len(pages) - 1, pages[-1:])
         return True
 
     def _pages(self, entries: int) -> int:
@@ -202,8 +210,7 @@ class Engine:
 
     def _step(self) -> Iterator[Event]:
         """Make a step of all rows."""
-        rows = sorted(self._active)
-        requests = [self._active[row] for row in rows]
+        requests = list(self._active)
         if self._filters is None:
             self._filters = Filters.of([request.sampling for request in requests], self.batch.device)
         taken = self.batch.step(self._filters, _most(requests))
@@ -222,8 +229,8 @@ class Engine:
             if not good:
                 yield self._end(request, "error")
                 continue
-            logprob, likeliest = top[n] if request.top is not None else (None, [])
-            event = request.add(token, logprob, likeliest[: request.top])
+            logprob, likeliest = top[n] if request.top is not None else (None, ())
+            event = request.add(token, logprob, tuple(likeliest[: request.top]))
             if event.finish is not None:
                 self._release(request)
             yield event
@@ -241,13 +248,35 @@ class Engine:
             return
         for group, pages in enumerate(request.pages):
             self._free[group > 0] += pages
-            self.batch.tables[group, request.row] = TRASH
-        self.batch.live[request.row] = False
-        del self._active[request.row]
-        self._rows.append(request.row)
+        self.batch.drop(request.row)
+        last = self._active.pop()
+        if last is not request:  # the last row takes its place
+            self._active[request.row], last.row = last, request.row
         self._filters, request.row = None, None
 
 
 def _most(requests: Iterable[Request]) -> int | None:
     """The most log-probabilities that one of the requests asks for."""
     return max((request.top for request in requests if request.top is not None), default=None)
+
+
+def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int) -> Generator[Event]:
+    """Tokens of some requests as they come, by an engine of their own; `todo` fills up with the results. Where it is
+    interrupted or closed, the text that was held back is added."""
+    page = min(_PAGE, model.config.context)
+    rows = min(len(todo), _MOST_ROWS)
+    grown = sorted(len(each.prompt_tokens) + sampling.most_tokens(model.config.context)[0] for each in todo)[-rows:]
+    memory = sum(-(-min(tokens, model.config.context) // page) * page for tokens in grown)
+    engine = Engine(model, rows=rows, memory=memory, chunk=chunk, page=page)
+    seeds = sampling.seeds(len(todo))
+    requests = [engine.add(each, replace(sampling, seed=seed)) for each, seed in zip(todo, seeds, strict=True)]
+    try:
+        while engine.waiting or engine.running:
+            for event in engine.turn():
+                if event.finish == "error":
+                    raise InvalidValueError(NOT_FINITE.format(f"request {event.request}"))
+                yield event
+    finally:
+        for request in requests:
+            if request.result.finish is None:
+                request.close()

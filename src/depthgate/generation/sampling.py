@@ -12,6 +12,11 @@ from torch import Tensor
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 
+NOT_FINITE = (
+    "the logits of {} have NaN or +inf, or no finite number: "
+    "check the model's weights, or compute in bfloat16 or float32"
+)
+
 
 class Filters(NamedTuple):
     """Sampling options of every row, each (B, 1). A filter that is None is that of no row."""
@@ -101,10 +106,7 @@ def check_logits(logits: Tensor) -> None:
     bad = ~logits.amax(-1).isfinite()  # NaN is larger than all
     if bad.any():
         rows = bad.nonzero()[:, 0].tolist()
-        raise InvalidValueError(
-            f"the logits of row {rows[0]} ({len(rows)} of {len(bad)} rows) have NaN or +inf, or no finite number: "
-            "check the model's weights, or compute in bfloat16 or float32"
-        )
+        raise InvalidValueError(NOT_FINITE.format(f"row {rows[0]} ({len(rows)} of {len(bad)} rows)"))
 
 
 def _penalised(logits: Tensor, filters: Filters, seen: Tensor | None) -> Tensor:

@@ -99,6 +99,12 @@ def _read_prompt(model: Decoder, prompt: Any) -> Generation:
     return Generation(tokenizer.decode(ids) if text is None else text, ids)
 
 
+def check_stops(model: Decoder, sampling: Sampling) -> None:
+    """Refuse stop strings for a model without a tokenizer."""
+    for stop in sampling.stops:
+        tokenizer_of(model).encode(stop)
+
+
 class TextStream:
     """Turns ids into text that may be shown at once: what was given out never changes.
 
