@@ -1,25 +1,29 @@
 """The rows of an engine, on the device: what each has read, in pages, how it samples, and the step that all make.
 
-Nothing is allocated for good after the start: rows come and go, pages are handed out by the engine.
+Nothing is allocated for good after the start: rows come and go, pages are handed out by the engine. On CUDA a step is a
+graph that is replayed, and nothing in it waits for the host: the engine can be some steps ahead.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from depthgate.cache import LayerCache
 from depthgate.config import ROUTED_KINDS
 from depthgate.generation.sampling import Filters, pick, uniform
-from depthgate.layers import Attention, Block, MoD, SwiGLU
-from depthgate.layers.ffn import swiglu
+from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops.attention import rotation, with_half_of
-from depthgate.ops.decode import Heads, Pages, Rows, add_update, attend, linear
+from depthgate.ops.decode import Heads, Pages, Rows, add_linear, add_rows, attend, chosen_rows, decide, linear
+from depthgate.routing.causal import Scores, Threshold
+from depthgate.routing.gates import GATES
+from depthgate.routing.routers import Scorer, TopTokens
 
 TRASH = 0  # the page of rows that hold nothing
+_WARMUP = 2  # steps before a capture, in which kernels are compiled
 
 
 class Likely(NamedTuple):
@@ -42,6 +46,24 @@ class Taken(NamedTuple):
     entered: Tensor  # (B, L) the routed layers that the tokens before them went through: 1 or 0
     finite: Tensor  # (B,) bool: False where the logits are not numbers
     likely: Likely | None
+    ready: torch.cuda.Event | None = None  # where these are on their way to the host
+
+    def to_host(self) -> "Taken":
+        """Copies in the host's memory, without waiting for them."""
+        likely = None if self.likely is None else Likely(*map(_to_host, self.likely))
+        tokens, entered, finite = map(_to_host, self[:3])
+        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return Taken(tokens, entered, finite, likely, ready)
+
+    def wait(self) -> None:
+        """Wait until it is there."""
+        if self.ready is not None:
+            self.ready.synchronize()
+
+
+def _to_host(each: Tensor) -> Tensor:
+    return torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
 
 
 class _Layer(NamedTuple):
@@ -50,6 +72,7 @@ class _Layer(NamedTuple):
     group: int  # whose table and lengths it has: 0 in those, and in routed layers one of its own
     kv: Tensor  # (P, 2, G, size, d)
     heads: Heads
+    rule: tuple[Any, ...] | None  # what a kernel needs to decide
 
 
 class Batch:
@@ -74,8 +97,10 @@ class Batch:
         ]
         self.tables = zeros(groups, rows, -(-config.context // size), dtype=torch.int32)
         self.lengths = zeros(groups, rows, dtype=torch.int32)
+        self.alive, self.all_rows = zeros(dtype=torch.int32), torch.arange(rows, device=self.device)
         self.token, self.pos, self.seeds, self.drawn = (zeros(rows) for _ in range(4))
         self.seen = zeros(rows, config.vocab, dtype=torch.bool)
+        self.options = zeros(rows, len(Filters._fields), dtype=torch.float64)
         places, wide = (
             torch.arange(config.context, device=self.device),
             torch.promote_types(weight.dtype, torch.float32),
@@ -86,7 +111,10 @@ class Batch:
         for n, (layer, block) in enumerate(zip(model.layers, blocks, strict=True)):
             before = sum(kinds[:n])
             where = (1 + before, routed_kv) if kinds[n] else (0, dense_kv[:, n - before])
-            self.layers.append(_Layer(block, getattr(layer, "router", None), *where, _heads(block)))
+            router = getattr(layer, "router", None)
+            rule = simple_rule(router) if router is not None and weight.is_cuda else None
+            self.layers.append(_Layer(block, router, *where, _heads(block), rule))
+        self._graphs: dict[tuple[Any, ...], Callable[[], Taken]] = {}
 
     def put(
         self,
@@ -99,7 +127,6 @@ class Batch:
         """Begin a row with what row `of` of some caches holds: so many entries in each group of layers, which go into
         the pages of the tables; and with its state. Returns the row."""
         row = self.live
-        self.live += 1
         for group, pages in enumerate(tables):
             self.tables[group, row] = TRASH
             self.set_pages(row, group, 0, pages)
@@ -119,6 +146,7 @@ class Batch:
         self.pos[row] = lengths[0]
         for name, value in state.items():
             getattr(self, name)[row] = value
+        self._set_live(row + 1)
         return row
 
     def set_pages(self, row: int, group: int, first: int, pages: Sequence[int]) -> None:
@@ -127,58 +155,114 @@ class Batch:
 
     def drop(self, row: int) -> None:
         """End a row; the last one takes its place. Pages stay where they are."""
-        self.live -= 1
+        self._set_live(self.live - 1)
         if row != self.live:
-            state = [self.token, self.pos, self.seeds, self.drawn, self.seen]
+            state = [self.token, self.pos, self.seeds, self.drawn, self.seen, self.options]
             state += [self.tables.transpose(0, 1), self.lengths.T, *(k for k in self.last_keys if k is not None)]
             for each in state:
                 each[row] = each[self.live]
 
-    def step(self, filters: Filters, top: int | None) -> Taken:
-        """Read the last token of every row, and pick the next. `top`: also find the log-probability of each token, and
-        of so many of the likeliest."""
-        B = self.live
+    def _set_live(self, rows: int) -> None:
+        self.live = rows
+        self.alive.fill_(rows)
+
+    def step(self, used: tuple[bool, ...], top: int | None) -> Taken:
+        """Read the last token of every row, and pick the next. `used`: the filters that a row has. `top`: also find the
+        log-probability of each token, and of so many of the likeliest."""
+        if self.device.type != "cuda":
+            return self._body(self.live, used, top)
+        B = min(1 << (self.live - 1).bit_length(), len(self.all_rows))
+        key = (B, used, top)
+        if key not in self._graphs:
+            self._graphs[key] = self._captured(*key)
+        return self._graphs[key]().to_host()
+
+    def _captured(self, B: int, used: tuple[bool, ...], top: int | None) -> Callable[[], Taken]:
+        """The step of the first B rows as a CUDA graph."""
+        kept = [
+            self.token,
+            self.pos,
+            self.drawn,
+            self.lengths,
+            self.seen,
+            *(k for k in self.last_keys if k is not None),
+        ]
+        before = [each.clone() for each in kept]
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARMUP):
+                self._body(B, used, top)
+                for each, old in zip(kept, before, strict=True):
+                    each.copy_(old)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = self._body(B, used, top)
+
+        def replay() -> Taken:
+            graph.replay()
+            return found
+
+        return replay
+
+    def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Taken:
+        """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
+        cuda = self.device.type == "cuda"
         pos, token = self.pos[:B], self.token[:B]
         cos, sin = self.cos[pos], self.sin[pos]
         x = self.model.embed(token)
-        if self.model.config.embed_norm:
-            x = F.rms_norm(x, x.shape[-1:])
+        x = F.rms_norm(x, x.shape[-1:]) if self.model.config.embed_norm else x.clone()
+        all_rows = Rows(self.all_rows[:B], self.alive) if cuda else None
+        alive = (self.all_rows[:B] < self.alive).int()
         entered = []
         for n, layer in enumerate(self.layers):
-            rows, gates = None, None
+            rows, gates = all_rows, None
             if layer.router is not None:
-                wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
+                rows, gates, wanted = self._decide(layer, x, pos)
                 entered.append(wanted)
-                places = wanted.nonzero()[:, 0]
-                if not len(places):
+                if not len(rows.places):
                     continue
-                rows, gates = Rows(places, torch.tensor(len(places))), gates[places]
-            x = add_update(x, rows, self._update(n, x, rows, cos, sin), gates)
-        ways = torch.stack(entered, 1).int() if entered else token.new_zeros(B, 0, dtype=torch.int32)
-        self.lengths[:, :B] += torch.cat((torch.ones_like(token[:, None]), ways), 1).T
-        logits = self.model.head(self.model.norm(x)).float()
+            self._add_update(n, x, rows, gates, cos, sin)
+        ways = torch.stack(entered, 1).int() if entered else alive.new_zeros(B, 0)
+        self.lengths[:, :B] += torch.cat((alive[:, None], ways), 1).T
+        norm = self.model.norm
+        logits = linear(x, all_rows, self.model.head.weight, norm=norm.weight, eps=norm.eps).float()
+        filters = Filters.of(self.options[:B], used)
         tokens = pick(logits, filters, self.seen[:B], uniform(self.seeds[:B], self.drawn[:B]))
         self.seen[:B].scatter_(1, tokens[:, None], True)
         token.copy_(tokens)
-        pos += 1
+        pos += alive
         self.drawn[:B] += 1
         return Taken(tokens, ways, logits.amax(-1).isfinite(), likely(logits, tokens, top))
 
-    def _update(self, n: int, x: Tensor, rows: Rows | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """The update of a layer's block for its rows."""
-        layer, B, last_key = self.layers[n], self.live, self.last_keys[n]
-        block, attention = layer.block, layer.block.attention
+    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor) -> tuple[Rows, Tensor, Tensor]:
+        """The rows of x that a routed layer takes, their gates, and which rows (B,) these are."""
+        if layer.rule is not None:
+            return decide(x, self.alive, *layer.rule)
+        wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
+        wanted = wanted & (self.all_rows[: len(x)] < self.alive)
+        return *chosen_rows(wanted, gates), wanted
+
+    def _add_update(self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor) -> None:
+        """Add the update of a layer to its rows of x."""
+        layer, B, last_key = self.layers[n], len(x), self.last_keys[n]
+        block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
         last_key = None if last_key is None else last_key[:B]
         pages = Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
-        qkv = linear(x, rows, attention.qkv.weight, norm=block.attention_norm.weight, eps=block.attention_norm.eps)
-        attended = linear(attend(qkv, rows, cos, sin, layer.heads, pages), None, attention.out.weight)
-        norm = block.ffn_norm
-        if isinstance(block.ffn, SwiGLU):
-            hidden = linear(x, rows, block.ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps)
-            return attended + linear(swiglu(hidden), None, block.ffn.down.weight)
-        taken = x if rows is None else x[rows.taken]
-        fed, _ = block.ffn(norm(taken + attended)[:, None], plain=True, causal=True)
-        return attended + fed[:, 0]  # type: ignore[no-any-return]
+        qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
+        attended = attend(qkv, rows, cos, sin, layer.heads, pages, max(4, 64 // B))
+        attended = linear(attended, rows, attention.out.weight, gather=False)
+        norm, ffn = block.ffn_norm, block.ffn
+        if isinstance(ffn, SwiGLU):
+            hidden = linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)
+            add_linear(x, rows, ffn.down.weight, hidden, attended, gates)
+        else:
+            taken = x if rows is None else x[rows.places]
+            hidden = norm(taken + attended)
+            assert isinstance(ffn, MoE)
+            fed = ffn.each_alone(hidden) if x.is_cuda else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
+            add_rows(x, rows, attended + fed, gates)
 
 
 def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
@@ -190,8 +274,20 @@ def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
     return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
 
 
-def _heads(block: nn.Module) -> Heads:
-    attention: Any = block.attention
+def _heads(block: Block) -> Heads:
+    attention = block.attention
     q_norm, k_norm = (getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm))
     eps = getattr(attention.q_norm, "eps", None)
     return Heads(attention.heads, attention.kv_heads, attention.head_dim, q_norm, k_norm, eps)
+
+
+def simple_rule(router: TopTokens) -> tuple[Tensor, Tensor, Tensor, bool, str] | None:
+    """Weight, bias and threshold of a router's score, True where it reads normalised tokens, and the name of its gate;
+    None for a router that is more than that."""
+    known, rule = isinstance(router.proj, Scorer), router.rule
+    name = next((name for name, gate in GATES.items() if gate is router.gate), None)
+    if not known or name is None or not isinstance(rule, Scores | Threshold):
+        return None
+    weight, bias = router.proj.weight[0].detach().float().contiguous(), router.proj.bias.detach().float()
+    threshold = rule.threshold.float() if isinstance(rule, Threshold) else torch.zeros_like(bias)
+    return weight, bias, threshold, router.normed, name

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.generation.batch import TRASH, Batch, Likely, likely
+from depthgate.generation.batch import TRASH, Batch, Likely, Taken, likely
 from depthgate.generation.config import Sampling
 from depthgate.generation.plain import Reader
-from depthgate.generation.sampling import NOT_FINITE, Filters, pick, uniform
+from depthgate.generation.sampling import NOT_FINITE, Filters, as_numbers, pick, uniform, used_filters
 from depthgate.generation.text import Event, Generation, Prompt, Writing, check_stops, read_prompts
 from depthgate.model import Decoder
 
 _PAGE, _MOST_ROWS = 256, 64
+_AHEAD = 3  # steps that a GPU has before it while the first of them is read
 _MOST_LIKELY = 20  # tokens whose log-probabilities a request may ask for
 
 
@@ -46,26 +47,33 @@ class Engine:
     one at a time."""
 
     def __init__(
-        self, model: Decoder, *, rows: int = _MOST_ROWS, memory: int | None = None, chunk: int = 512, page: int = _PAGE
+        self,
+        model: Decoder,
+        *,
+        rows: int = _MOST_ROWS,
+        memory: int | None = None,
+        chunk: int = 512,
+        page: int = _PAGE,
     ) -> None:
         """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
         can hold. chunk: tokens of prompts that are read in a turn. page: tokens of a page."""
         config = model.config
-        self.model, self.chunk = model, check_count(chunk, "chunk")
+        self.model, self.chunk, self.rows = model, check_count(chunk, "chunk"), check_count(rows, "rows")
         self.page = min(check_count(page, "page"), config.context)
         longest = self._pages(config.context)
-        memory = check_count(rows, "rows") * longest * self.page if memory is None else memory
+        memory = rows * longest * self.page if memory is None else memory
         dense = check_count(memory, "memory", minimum=self.page) // self.page
         self.most = min(config.context, dense * self.page)  # tokens that one request may have
-        # Twice what a routed layer takes on average, and enough for one request that enters it with every token.
-        # And a page that is not full in each row.
-        routed = len(config.routed) * max(min(longest, dense), min(dense, int(2 * config.capacity * dense) + rows))
-        self.batch, self.rows = Batch(model, rows, dense, routed, self.page), rows
+        # Twice what a routed layer takes on average, and a page that is not full in each row; but at least enough for
+        # one request that enters it with every token.
+        routed = max(min(longest, dense), min(dense, int(2 * config.capacity * dense) + rows)) * len(config.routed)
+        self.batch = Batch(model, rows, dense, routed, self.page)
+        self.ahead = _AHEAD if self.batch.device.type == "cuda" else 0
         self._free = [list(range(pages, TRASH, -1)) for pages in (dense, routed)]
         self._queue, self._cancelled = deque[Request](), deque[Request]()
         self._reading: tuple[list[Request], Reader] | None = None
         self._active: list[Request] = []  # by row
-        self._filters: Filters | None = None
+        self._flying: deque[tuple[list[Request], Taken]] = deque()  # steps that were begun, and not read yet
         self._lock, self._count = threading.Lock(), 0
 
     @property
@@ -110,9 +118,14 @@ class Engine:
     def turn(self) -> list[Event]:
         """Work for as long as a step takes, and return the tokens that came of it; none if there is nothing to do."""
         found = [*self._drop_cancelled(), *self._read()]
+        if any(len(each.result.tokens) + len(self._flying) >= each.most for each in self._active):
+            found += self._land_all()  # a request that may be complete makes no further step
+        found += self._make_room()
         if self._active:
-            self._make_room()
-            found += self._step()
+            taken = self.batch.step(used_filters(each.sampling for each in self._active), _most(self._active))
+            self._flying.append((list(self._active), taken))
+        while len(self._flying) > (self.ahead if self._active else 0):
+            found += self._land()
         return found
 
     def _drop_cancelled(self) -> Iterator[Event]:
@@ -163,41 +176,45 @@ class Engine:
 
     def _begin(self, requests: Sequence[Request], reader: Reader, logits: Tensor) -> Iterator[Event]:
         """Pick the first tokens of requests that were read, and give them rows and pages."""
-        device = self.batch.device
+        device, samplings = self.batch.device, [request.sampling for request in requests]
         seeds = torch.tensor([request.seed for request in requests], device=device)
         drawn = torch.tensor([len(request.result.tokens) for request in requests], device=device)
         seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
         for mask, request in zip(seen, requests, strict=True):
             mask[request.ids] = True
-        filters = Filters.of([request.sampling for request in requests], device)
-        tokens = pick(logits, filters, seen, uniform(seeds, drawn))
+        options = torch.tensor([as_numbers(each) for each in samplings], dtype=torch.float64, device=device)
+        tokens = pick(logits, Filters.of(options, used_filters(samplings)), seen, uniform(seeds, drawn))
         seen.scatter_(1, tokens[:, None], True)
+        state = {"token": tokens, "seen": seen, "seeds": seeds, "drawn": drawn + 1, "options": options}
         routed = [reader.caches[n] for n in self.model.config.routed]
         lengths = [reader.lengths, *(cache.store.lengths if cache.store else drawn * 0 for cache in routed)]
         for n, (request, *counts) in enumerate(zip(requests, *(each.tolist() for each in lengths), strict=True)):
             request.lengths, request.pages = counts, [[] for _ in counts]
             for group, count in enumerate(counts):
                 self._grow(request, group, count)
-            state = {"token": tokens[n], "seen": seen[n], "seeds": seeds[n], "drawn": drawn[n] + 1}
-            request.row = self.batch.put(reader.caches, n, request.pages, counts, **state)
+            mine = {name: each[n] for name, each in state.items()}
+            request.row = self.batch.put(reader.caches, n, request.pages, counts, **mine)
             self._active.append(request)
-        self._filters = None
-        yield from self._land(requests, tokens, logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests)))
+        finite = logits.amax(-1).isfinite()
+        yield from self._write(requests, tokens, finite, likely(logits, tokens, _most(requests)))
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> Iterator[Event]:
         """Have a place for one more entry in every group of every row; where there are no pages left, the newest
         requests go back to the queue."""
         for request in sorted(self._active, key=lambda each: each.number):
-            for group, length in enumerate(request.lengths):
-                while request.row is not None and not self._grow(request, group, length + 1):
-                    newest = max(self._active, key=lambda each: each.number)
-                    self._release(newest)
-                    self._queue.appendleft(newest)
+            for group in range(len(request.lengths)):
+                while request.row is not None and not self._grow(request, group, request.lengths[group] + 1):
+                    yield from self._land_all()
+                    if not self._free[group > 0]:
+                        newest = max(self._active, key=lambda each: each.number)
+                        self._release(newest)
+                        self._queue.appendleft(newest)
 
     def _grow(self, request: Request, group: int, entries: int) -> bool:
-        """Give a request pages for so many entries; False if there are not enough."""
+        """Give a request pages for so many entries, and one for each step that is under way; False if there are not
+        enough."""
         pages, free = request.pages[group], self._free[group > 0]
-        while len(pages) < self._pages(entries):
+        while len(pages) < self._pages(min(entries + len(self._flying), self.model.config.context)):
             if not free:
                 return False
             pages.append(free.pop())
@@ -208,24 +225,29 @@ class Engine:
     def _pages(self, entries: int) -> int:
         return -(-entries // self.page)
 
-    def _step(self) -> Iterator[Event]:
-        """Make a step of all rows."""
-        requests = list(self._active)
-        if self._filters is None:
-            self._filters = Filters.of([request.sampling for request in requests], self.batch.device)
-        taken = self.batch.step(self._filters, _most(requests))
-        dense = len(self.model.layers) - len(self.model.config.routed)
-        for request, entered in zip(requests, taken.entered.tolist(), strict=True):
-            request.result.note([dense + sum(entered)], entered)
-            request.lengths = [a + b for a, b in zip(request.lengths, [1, *entered], strict=True)]
-        yield from self._land(requests, taken.tokens, taken.finite, taken.likely)
+    def _land_all(self) -> Iterator[Event]:
+        while self._flying:
+            yield from self._land()
 
-    def _land(
+    def _land(self) -> Iterator[Event]:
+        """Read what the oldest step under way has found, for the requests that have not left since it began."""
+        requests, taken = self._flying.popleft()
+        taken.wait()
+        dense = len(self.model.layers) - len(self.model.config.routed)
+        for request, entered in zip(requests, taken.entered.tolist(), strict=False):
+            if request.row is not None:
+                request.result.note([dense + sum(entered)], entered)
+                request.lengths = [a + b for a, b in zip(request.lengths, [1, *entered], strict=True)]
+        yield from self._write(requests, taken.tokens, taken.finite, taken.likely)
+
+    def _write(
         self, requests: Sequence[Request], tokens: Tensor, finite: Tensor, found: Likely | None
     ) -> Iterator[Event]:
-        """Add the tokens to the results."""
+        """Add tokens to the results of requests that have not left."""
         top = found.read() if found else []
-        for n, (request, token, good) in enumerate(zip(requests, tokens.tolist(), finite.tolist(), strict=True)):
+        for n, (request, token, good) in enumerate(zip(requests, tokens.tolist(), finite.tolist(), strict=False)):
+            if request.row is None:
+                continue
             if not good:
                 yield self._end(request, "error")
                 continue
@@ -252,7 +274,7 @@ class Engine:
         last = self._active.pop()
         if last is not request:  # the last row takes its place
             self._active[request.row], last.row = last, request.row
-        self._filters, request.row = None, None
+        request.row = None
 
 
 def _most(requests: Iterable[Request]) -> int | None:
@@ -263,10 +285,10 @@ def _most(requests: Iterable[Request]) -> int | None:
 def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int) -> Generator[Event]:
     """Tokens of some requests as they come, by an engine of their own; `todo` fills up with the results. Where it is
     interrupted or closed, the text that was held back is added."""
-    page = min(_PAGE, model.config.context)
-    rows = min(len(todo), _MOST_ROWS)
-    grown = sorted(len(each.prompt_tokens) + sampling.most_tokens(model.config.context)[0] for each in todo)[-rows:]
-    memory = sum(-(-min(tokens, model.config.context) // page) * page for tokens in grown)
+    context, rows = model.config.context, min(len(todo), _MOST_ROWS)
+    page = min(_PAGE, context)
+    grown = sorted(min(context, len(each.prompt_tokens) + sampling.max_new_tokens) for each in todo)[-rows:]
+    memory = sum(-(-tokens // page) * page for tokens in grown)
     engine = Engine(model, rows=rows, memory=memory, chunk=chunk, page=page)
     seeds = sampling.seeds(len(todo))
     requests = [engine.add(each, replace(sampling, seed=seed)) for each, seed in zip(todo, seeds, strict=True)]

@@ -101,7 +101,7 @@ def decode(reader: Reader, todo: list[Generation], sampling: Sampling, drawn: in
     before, in a conversation."""
     prompts = [result.prompt_tokens for result in todo]
     seeds = torch.tensor(sampling.seeds(len(todo)), device=reader.device)
-    filters = Filters.of([sampling], reader.device)
+    filters = Filters.all_alike(sampling, reader.device)
     seen = torch.zeros(len(todo), reader.model.config.vocab, dtype=torch.bool, device=reader.device)
     for number, ids in enumerate(prompts):
         seen[number, ids] = True

@@ -4,6 +4,7 @@ A choice is a function of one row's logits and one number: probabilities become 
 order of summing, no other row and no device moves a token's place between 0 and 1.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Self
 
 import torch
@@ -28,18 +29,32 @@ class Filters(NamedTuple):
     repetition_penalty: Tensor | None = None
 
     @classmethod
-    def of(cls, rows: list[Sampling], device: torch.device | str) -> Self:
-        """Those of rows with different options; a row that lacks a filter gets one that changes nothing."""
+    def of(cls, options: Tensor, used: Sequence[bool]) -> Self:
+        """Those of rows (B, 5) as `as_numbers` gives them, of which some are used."""
+        return cls(*(column[:, None] if use else None for column, use in zip(options.unbind(1), used, strict=True)))
 
-        def column(name: str, nothing: float) -> Tensor | None:
-            values = [getattr(row, name) for row in rows]
-            values = [nothing if value is None else value for value in values]
-            used = any(value != nothing for value in values)
-            # In float64, as one number for all rows would be.
-            return torch.tensor(values, dtype=torch.float64, device=device)[:, None] if used else None
+    @classmethod
+    def all_alike(cls, sampling: Sampling, device: torch.device | str) -> Self:
+        """One row, which stands for all."""
+        # In float64, as Python numbers are.
+        return cls.of(
+            torch.tensor([as_numbers(sampling)], dtype=torch.float64, device=device), used_filters([sampling])
+        )
 
-        limits = {"top_k": float("inf"), "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-        return cls(column("temperature", 0.0), *(column(name, nothing) for name, nothing in limits.items()))
+
+_NOTHING = (0.0, float("inf"), 1.0, 0.0, 1.0)  # filters that change nothing, in the order of Filters
+
+
+def as_numbers(sampling: Sampling) -> list[float]:
+    """The filters of one request, in the order of Filters."""
+    found = [getattr(sampling, name) for name in Filters._fields]
+    return [nothing if value is None else float(value) for value, nothing in zip(found, _NOTHING, strict=True)]
+
+
+def used_filters(rows: Iterable[Sampling]) -> tuple[bool, ...]:
+    """True for each filter that one of the requests has."""
+    columns = zip(*map(as_numbers, rows), strict=True)
+    return tuple(any(value != nothing for value in column) for column, nothing in zip(columns, _NOTHING, strict=True))
 
 
 def pick(
@@ -54,7 +69,7 @@ def pick(
     Greedy takes the first of the largest. Logits that `check_logits` refuses give some id in range.
     """
     if isinstance(filters, Sampling):
-        filters = Filters.of([filters], logits.device)
+        filters = Filters.all_alike(filters, logits.device)
     x = _penalised(logits, filters, seen)
     likeliest = x.argmax(-1)
     if filters.temperature is None:
@@ -74,7 +89,7 @@ def weights(logits: Tensor, filters: Filters | Sampling, seen: Tensor | None = N
     The best token has 2**45 where V is 2**17: what falls below 2**-45 of it counts as 0.
     """
     if isinstance(filters, Sampling):
-        filters = Filters.of([filters], logits.device)
+        filters = Filters.all_alike(filters, logits.device)
     return _weights(_penalised(logits, filters, seen), filters)
 
 

@@ -105,6 +105,32 @@ class MoE(nn.Module):
             update = update + self._shared(x, pos)
         return update, (plan,)
 
+    def each_alone(self, x: Tensor) -> Tensor:
+        """The update of tokens (N, D), each decided causally by itself, in shapes that do not depend on the choice:
+        nothing waits for the device, so that a CUDA graph can hold it."""
+        N, E = len(x), self.num_experts
+        shared = 0.0 if self.shared is None else self.shared(x[None])[0][0]
+        if isinstance(self.router, TopExperts) and x.dtype is torch.bfloat16:
+            plan = self.router(x[None])
+            update = plan.combine(self.experts.grouped(plan.dispatch(x[None]), plan.ends, plan.complete))[0]
+            return update + shared  # type: ignore[no-any-return]
+        if isinstance(self.router, TopExperts):
+            plan = self.router(x[None])
+            weights = plan.gates.new_zeros(N, plan.scores.shape[-1]).scatter(1, plan.choice[0], plan.gates[0])[:, :E]
+        else:
+            wanted, gates = self.router.decide(x, torch.zeros_like(x[:, 0], dtype=torch.int64))
+            weights = torch.where(wanted, gates, 0.0)[:, :E]
+        weights = weights.T[..., None].to(x.dtype)  # (E, N, 1)
+        if x.dtype is torch.bfloat16:
+            chosen = (weights != 0).flatten()
+            order = torch.argsort(~chosen, stable=True)  # pairs of expert and token, by expert
+            ends = chosen.view(E, N).sum(1).cumsum(0).int()
+            rows = self.experts.grouped(x[order % N], ends)
+            found = torch.zeros_like(rows).index_copy(0, order, rows).view(E, N, -1)
+        else:
+            found = self.experts(x.expand(1, E, N, -1))[0]
+        return (weights * found).sum(0) + shared  # type: ignore[no-any-return]
+
     def _shared(self, x: Tensor, pos: Tensor | None) -> Tensor:
         """The shared expert of every real token; padding, whatever lies in it, gets 0."""
         assert self.shared is not None

@@ -4,7 +4,7 @@ Each is a function of tensors alone, and is its own specification; `decode_trito
 CUDA, and return at once where no row computes.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -63,21 +63,57 @@ def linear(
     rows: Rows | None,
     weight: Tensor,
     *,
+    gather: bool = True,
     add: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float | None = None,
+    glu: bool = False,
 ) -> Tensor:
-    """weight (F, K) times rows of x (B, K), None: all, plus `add` (N, K), normalised where there is a norm (K,)."""
-    y = x if rows is None else x[rows.taken]
+    """weight (F, K) times rows of x (B, K), None: all; or, where `gather` is False, times x itself, which holds those
+    rows already. First `add` (N, K) is added, and the sum normalised where there is a norm (K,); in the end, with
+    `glu`, the halves are gate and value of a SwiGLU."""
+    if rows is not None and x.is_cuda:
+        return kernels().linear(x, rows, weight, gather=gather, add=add, norm=norm, eps=eps, glu=glu)  # type: ignore[no-any-return]
+    y = x if rows is None or not gather else x[rows.taken]
     y = y if add is None else y + add
     y = y if norm is None else F.rms_norm(y, y.shape[-1:], norm, eps)
-    return F.linear(y, weight)
+    y = F.linear(y, weight)
+    if glu:
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+    return y
 
 
-def attend(qkv: Tensor, rows: Rows | None, cos: Tensor, sin: Tensor, heads: Heads, pages: Pages) -> Tensor:
+def add_linear(x: Tensor, rows: Rows | None, weight: Tensor, hidden: Tensor, add: Tensor, gates: Tensor | None) -> None:
+    """Add an update to the rows of x (B, D): `add` (N, D) plus weight (D, F) times `hidden` (N, F), each row times its
+    gate (N,)."""
+    if rows is not None and x.is_cuda:
+        kernels().add_linear(x, rows, weight, hidden, add, gates)
+        return
+    add_rows(x, rows, add + F.linear(hidden, weight), gates)
+
+
+def add_rows(x: Tensor, rows: Rows | None, update: Tensor, gates: Tensor | None) -> None:
+    """Add updates (N, D) to the rows of x (B, D), each times its gate (N,). Where the device alone knows how many rows
+    there are, updates beyond them are left out."""
+    update = update if gates is None else update * gates[:, None].to(update.dtype)
+    if rows is None:
+        x += update
+    elif x.is_cuda:
+        real = torch.arange(len(update), device=x.device) < rows.many
+        x.index_add_(0, rows.places, torch.where(real[:, None], update, 0.0).to(x.dtype))
+    else:
+        x.index_add_(0, rows.taken, update.to(x.dtype))
+
+
+def attend(
+    qkv: Tensor, rows: Rows | None, cos: Tensor, sin: Tensor, heads: Heads, pages: Pages, splits: int = 1
+) -> Tensor:
     """Attention of the new token of each row to those before it and itself, (N, (H + 2 G) d) -> (N, H d). Queries and
     keys are turned by cos and sin (B, d/2). The key and value are stored in the row's pages, which have room for them;
-    `lengths` stay as they are until the step is over."""
+    `lengths` stay as they are until the step is over. A kernel makes `splits` parts of each row's entries."""
+    if rows is not None and qkv.is_cuda:
+        return kernels().attend(qkv, rows, cos, sin, heads, pages, splits)  # type: ignore[no-any-return]
     index, size = None if rows is None else rows.taken, pages.kv.shape[3]
     H, G, d = heads.heads, heads.kv_heads, heads.dim
     lengths = pages.lengths
@@ -103,7 +139,33 @@ def attend(qkv: Tensor, rows: Rows | None, cos: Tensor, sin: Tensor, heads: Head
     return y.reshape(-1, H * d)
 
 
-def add_update(x: Tensor, rows: Rows | None, update: Tensor, gates: Tensor | None = None) -> Tensor:
-    """x (B, D) with updates (N, D) added to its rows, each times its gate (N,)."""
-    update = update if gates is None else update * gates[:, None].to(update.dtype)
-    return x + update if rows is None else x.index_add(0, rows.taken, update.to(x.dtype))
+def decide(
+    x: Tensor, live: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
+) -> tuple[Rows, Tensor, Tensor]:
+    """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
+    normalised row, plus bias; their gates in that order, by the name of a gate; and (B,) bool, the same rows."""
+    if x.is_cuda:
+        return kernels().decide(x, live, weight, bias, threshold, normed, gate)  # type: ignore[no-any-return]
+    wide = x.float()
+    wide = F.rms_norm(wide, wide.shape[-1:]) if normed else wide
+    score = wide @ weight + bias
+    wanted = (score >= threshold) & (torch.arange(len(x), device=x.device) < live)
+    safe = score.nan_to_num(0.0, 1e4, -1e4)
+    gates = {"one_plus_tanh": 1 + safe.tanh(), "sigmoid": safe.sigmoid(), "raw": safe}.get(gate, torch.ones_like(safe))
+    return *chosen_rows(wanted, gates), wanted
+
+
+def chosen_rows(wanted: Tensor, gates: Tensor) -> tuple[Rows, Tensor]:
+    """wanted (B,) bool and gates (B,) -> the rows that are wanted, and their gates in that order."""
+    if not wanted.is_cuda:
+        places = wanted.nonzero()[:, 0]
+        return Rows(places, torch.tensor(len(places))), gates[places]
+    places = torch.argsort(~wanted, stable=True)  # without waiting for the device
+    return Rows(places, wanted.sum(dtype=torch.int32)), gates[places]
+
+
+def kernels() -> Any:
+    """The module of the kernels, for those that have triton."""
+    from depthgate.ops import decode_triton
+
+    return decode_triton

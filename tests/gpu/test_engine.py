@@ -1,0 +1,121 @@
+"""The engine on CUDA: its kernels are their twins, its tokens those of the plain path. Skipped without a device."""
+
+from itertools import product
+
+import pytest
+import torch
+
+import depthgate as dg
+from depthgate.generation.config import Sampling
+from depthgate.generation.engine import Engine
+from depthgate.ops import decode
+from tests.generation.models import built, prompts, said
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+PATTERNS = ("dense,mod", "mod,moe", "dense,mode_staged", "mod,mode")
+CASES = [("dense", "scores"), ("dense,random", "scores"), *product(PATTERNS, ("scores", "predictor", "threshold"))]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+def rows(total, taken):
+    places = torch.zeros(total, dtype=torch.int64, device="cuda")
+    places[: len(taken)] = torch.tensor(taken, dtype=torch.int64)
+    return decode.Rows(places, torch.tensor(len(taken), dtype=torch.int32, device="cuda"))
+
+
+def on_cpu(each):
+    if isinstance(each, torch.Tensor):
+        return each.double().cpu() if each.is_floating_point() else each.cpu()
+    return type(each)(*map(on_cpu, each)) if isinstance(each, tuple) else each
+
+
+def near(ours, theirs):
+    assert torch.isfinite(ours).all()
+    error = (ours.double().cpu() - theirs).norm() / theirs.norm().clamp(min=1e-9)
+    assert error < TOLERANCE[ours.dtype], error
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("total", [1, 3, 16, 40])
+def test_kernels_are_their_twins(total, dtype):
+    torch.manual_seed(total)
+    new = lambda *shape: torch.randn(*shape, device="cuda", dtype=dtype)  # noqa: E731
+    for taken in ([], [total - 1], list(range(total))):
+        some, n = rows(total, taken), len(taken)
+        x, weight, norm, add = new(total, 96), new(80, 96), new(96), new(total, 96)
+        for options in ({}, {"norm": norm}, {"norm": norm, "add": add}, {"norm": norm, "glu": True}, {"gather": False}):
+            y = decode.linear(x, some, weight, **options)
+            cut = {**options, **({"add": add[:n]} if "add" in options else {})}
+            source = x[:n] if options.get("gather") is False else x
+            theirs = decode.linear(
+                on_cpu(source), on_cpu(some), on_cpu(weight), **{k: on_cpu(v) for k, v in cut.items()}
+            )
+            near(y[:n], theirs)
+        out, hidden, more, gates = new(total, 80), new(total, 96), new(total, 80), torch.rand(total, device="cuda")
+        theirs = on_cpu(out)
+        decode.add_linear(theirs, on_cpu(some), on_cpu(weight), on_cpu(hidden)[:n], on_cpu(more)[:n], on_cpu(gates)[:n])
+        decode.add_linear(out, some, weight, hidden, more, gates)
+        near(out, theirs)
+        for shift, norms, splits in product((True, False), (True, False), (1, 4)):
+            H, G, d, size = 8, 2, 32, 64
+            kv, table = (
+                new(total * 5 + 1, 3, 2, G, size, d),
+                torch.randperm(total * 5, device="cuda").int().view(total, 5) + 1,
+            )
+            lengths = torch.tensor([(0, 1, 63, 64, 65, 300)[i % 6] for i in range(total)], device="cuda").int()
+            heads = decode.Heads(H, G, d, new(d) if norms else None, new(d) if norms else None, None)
+            pages = decode.Pages(kv[:, 1], table, lengths, new(total, G, d) if shift else None)
+            cos, sin = torch.randn(2, total, d // 2, device="cuda")
+            qkv, theirs = new(total, (H + 2 * G) * d), on_cpu(pages)
+            y = decode.attend(qkv, some, cos, sin, heads, pages, splits)
+            if n:
+                near(
+                    y[:n], decode.attend(on_cpu(qkv)[:n], on_cpu(some), on_cpu(cos), on_cpu(sin), on_cpu(heads), theirs)
+                )
+            near(pages.kv, theirs.kv)
+
+
+@pytest.mark.parametrize(("pattern", "rule"), CASES)
+def test_tokens_are_those_of_the_plain_path(pattern, rule):
+    model, texts = built(pattern, rule).float().cuda(), prompts(7, 6)
+    for temperature in (0.0, 0.8):
+        options = {"max_new_tokens": 12, "temperature": temperature, "seed": list(range(7))}
+        ours = dg.generate(model, texts, **options, engine=True)
+        assert said(ours) == said(dg.generate(model, texts, **options, engine=False))
+
+
+@pytest.mark.parametrize("pattern", ["dense", "dense,mod", "mod,mode"])
+def test_requests_that_join_and_leave_change_no_token(pattern):
+    model = built(pattern, "threshold").float().cuda()
+    engine = Engine(model, rows=4, memory=128, page=16, chunk=16)
+    texts = prompts(12, 3)
+    made, cancelled = [], []
+    for n, text in enumerate(texts):
+        options = {"max_new_tokens": 3 + 3 * (n % 7), "temperature": (0.0, 0.9)[n % 2], "seed": n}
+        options |= {"top_k": 5} if n % 3 == 0 else {"repetition_penalty": 1.3, "top_p": 0.8}
+        made.append((engine.submit(text, Sampling(**options)), options))
+        for _ in range(n % 4):
+            engine.turn()
+        if n % 5 == 4:
+            engine.cancel(made[-2][0])
+            cancelled.append(made[-2][0])
+    while engine.waiting or engine.running:
+        engine.turn()
+    for (request, options), text in zip(made, texts, strict=True):
+        (alone,) = dg.generate(model, [text], **options, engine=False)
+        if request.result.finish == "cancelled":
+            assert request in cancelled
+            assert request.result.tokens == alone.tokens[: len(request.result.tokens)]
+        else:
+            assert said([request.result]) == said([alone])
+    assert engine.batch.live == 0
+
+
+def test_half_precision_alone_is_that_in_a_batch_of_the_same_tile():
+    """Two to sixteen rows share a tile, whose sums do not depend on the other rows."""
+    model = built("dense,mod", "threshold").to(torch.bfloat16).cuda()
+    texts = prompts(8, 3)
+    options = {"max_new_tokens": 20, "temperature": 0.0}
+    together = dg.generate(model, texts, **options, engine=True)
+    pairs = [dg.generate(model, [text, texts[0]], **options, engine=True)[0] for text in texts]
+    assert [each.tokens[:1] for each in together] == [each.tokens[:1] for each in pairs]
