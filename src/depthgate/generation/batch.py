@@ -17,7 +17,18 @@ from depthgate.generation.sampling import Filters, pick, uniform
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops.attention import rotation, with_half_of
-from depthgate.ops.decode import Heads, Pages, Rows, add_linear, add_rows, attend, chosen_rows, decide, linear
+from depthgate.ops.decode import (
+    Heads,
+    Pages,
+    Rows,
+    add_linear,
+    add_rows,
+    attend,
+    by_kernels,
+    chosen_rows,
+    decide,
+    linear,
+)
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
 from depthgate.routing.routers import Scorer, TopTokens
@@ -112,7 +123,7 @@ class Batch:
             before = sum(kinds[:n])
             where = (1 + before, routed_kv) if kinds[n] else (0, dense_kv[:, n - before])
             router = getattr(layer, "router", None)
-            rule = simple_rule(router) if router is not None and weight.is_cuda else None
+            rule = simple_rule(router) if router is not None and by_kernels(weight) else None
             self.layers.append(_Layer(block, router, *where, _heads(block), rule))
         self._graphs: dict[tuple[Any, ...], Callable[[], Taken]] = {}
 
@@ -208,12 +219,11 @@ class Batch:
 
     def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Taken:
         """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
-        cuda = self.device.type == "cuda"
         pos, token = self.pos[:B], self.token[:B]
         cos, sin = self.cos[pos], self.sin[pos]
         x = self.model.embed(token)
         x = F.rms_norm(x, x.shape[-1:]) if self.model.config.embed_norm else x.clone()
-        all_rows = Rows(self.all_rows[:B], self.alive) if cuda else None
+        all_rows = Rows(self.all_rows[:B], self.alive) if by_kernels(x) else None
         alive = (self.all_rows[:B] < self.alive).int()
         entered = []
         for n, layer in enumerate(self.layers):
@@ -261,7 +271,7 @@ class Batch:
             taken = x if rows is None else x[rows.places]
             hidden = norm(taken + attended)
             assert isinstance(ffn, MoE)
-            fed = ffn.each_alone(hidden) if x.is_cuda else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
+            fed = ffn.each_alone(hidden) if by_kernels(x) else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
             add_rows(x, rows, attended + fed, gates)
 
 

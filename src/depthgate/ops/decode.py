@@ -72,7 +72,7 @@ def linear(
     """weight (F, K) times rows of x (B, K), None: all; or, where `gather` is False, times x itself, which holds those
     rows already. First `add` (N, K) is added, and the sum normalised where there is a norm (K,); in the end, with
     `glu`, the halves are gate and value of a SwiGLU."""
-    if rows is not None and x.is_cuda:
+    if rows is not None and by_kernels(x):
         return kernels().linear(x, rows, weight, gather=gather, add=add, norm=norm, eps=eps, glu=glu)  # type: ignore[no-any-return]
     y = x if rows is None or not gather else x[rows.taken]
     y = y if add is None else y + add
@@ -87,7 +87,7 @@ def linear(
 def add_linear(x: Tensor, rows: Rows | None, weight: Tensor, hidden: Tensor, add: Tensor, gates: Tensor | None) -> None:
     """Add an update to the rows of x (B, D): `add` (N, D) plus weight (D, F) times `hidden` (N, F), each row times its
     gate (N,)."""
-    if rows is not None and x.is_cuda:
+    if rows is not None and by_kernels(x):
         kernels().add_linear(x, rows, weight, hidden, add, gates)
         return
     add_rows(x, rows, add + F.linear(hidden, weight), gates)
@@ -99,7 +99,7 @@ def add_rows(x: Tensor, rows: Rows | None, update: Tensor, gates: Tensor | None)
     update = update if gates is None else update * gates[:, None].to(update.dtype)
     if rows is None:
         x += update
-    elif x.is_cuda:
+    elif by_kernels(x):
         real = torch.arange(len(update), device=x.device) < rows.many
         x.index_add_(0, rows.places, torch.where(real[:, None], update, 0.0).to(x.dtype))
     else:
@@ -112,7 +112,7 @@ def attend(
     """Attention of the new token of each row to those before it and itself, (N, (H + 2 G) d) -> (N, H d). Queries and
     keys are turned by cos and sin (B, d/2). The key and value are stored in the row's pages, which have room for them;
     `lengths` stay as they are until the step is over. A kernel makes `splits` parts of each row's entries."""
-    if rows is not None and qkv.is_cuda:
+    if rows is not None and by_kernels(qkv):
         return kernels().attend(qkv, rows, cos, sin, heads, pages, splits)  # type: ignore[no-any-return]
     index, size = None if rows is None else rows.taken, pages.kv.shape[3]
     H, G, d = heads.heads, heads.kv_heads, heads.dim
@@ -144,7 +144,7 @@ def decide(
 ) -> tuple[Rows, Tensor, Tensor]:
     """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
     normalised row, plus bias; their gates in that order, by the name of a gate; and (B,) bool, the same rows."""
-    if x.is_cuda:
+    if by_kernels(x):
         return kernels().decide(x, live, weight, bias, threshold, normed, gate)  # type: ignore[no-any-return]
     wide = x.float()
     wide = F.rms_norm(wide, wide.shape[-1:]) if normed else wide
@@ -157,11 +157,16 @@ def decide(
 
 def chosen_rows(wanted: Tensor, gates: Tensor) -> tuple[Rows, Tensor]:
     """wanted (B,) bool and gates (B,) -> the rows that are wanted, and their gates in that order."""
-    if not wanted.is_cuda:
+    if not by_kernels(wanted):
         places = wanted.nonzero()[:, 0]
         return Rows(places, torch.tensor(len(places))), gates[places]
     places = torch.argsort(~wanted, stable=True)  # without waiting for the device
     return Rows(places, wanted.sum(dtype=torch.int32)), gates[places]
+
+
+def by_kernels(x: Tensor) -> bool:
+    """True where kernels compute, and the device alone knows how many rows there are."""
+    return x.is_cuda
 
 
 def kernels() -> Any:

@@ -170,32 +170,34 @@ def _attend(
         weight = weight * shrink + tl.sum(p, 1)
         best = top
     if (length >= start) & (length < start + tiles * BS):  # the new token is this split's
-        one = tl.zeros((1,), tl.int32)
-        at = (H + g) * D + one[:, None] + half[None, :]
-        ka = tl.load(base + at, some[None, :], other=0.0).to(tl.float32)
-        kb = tl.load(base + at + HALF, some[None, :], other=0.0).to(tl.float32)
-        ka, kb = _turned(ka, kb, k_norm, c, s, eps, half, some, D)
+        one = tl.zeros((1,), tl.int32)[:, None] + half[None, :]
+        real = some[None, :]
+        new_a = tl.load(base + (H + g) * D + one, real, other=0.0).to(tl.float32)
+        new_b = tl.load(base + (H + g) * D + HALF + one, real, other=0.0).to(tl.float32)
+        new_a, new_b = _turned(new_a, new_b, k_norm, c, s, eps, half, some, D)
         if last_key is not None:
-            to = last_key + (row * G + g) * D + one[:, None] + half[None, :]
+            last = last_key + (row * G + g) * D + one
             slow = (half >= HALF // 2)[None, :] & (length > 0)
-            old_a = tl.load(to, some[None, :], other=0.0).to(tl.float32)
-            old_b = tl.load(to + HALF, some[None, :], other=0.0).to(tl.float32)
-            tl.store(to, ka.to(dtype), some[None, :])
-            tl.store(to + HALF, kb.to(dtype), some[None, :])
-            ka, kb = tl.where(slow, old_a, ka), tl.where(slow, old_b, kb)
+            old_a = tl.load(last, real, other=0.0).to(tl.float32)
+            old_b = tl.load(last + HALF, real, other=0.0).to(tl.float32)
+            tl.store(last, new_a.to(dtype), real)
+            tl.store(last + HALF, new_b.to(dtype), real)
+            new_a, new_b = tl.where(slow, old_a, new_a), tl.where(slow, old_b, new_b)
         value = tl.load(base + (H + G + g) * D + d, d < D, other=0.0)
-        page = tl.load(table + row * entries + length // SIZE).to(tl.int64)
-        k = kv + page * stride + (g * SIZE + length % SIZE) * D
-        tl.store(k + one[:, None] + half[None, :], ka.to(dtype), some[None, :])
-        tl.store(k + HALF + one[:, None] + half[None, :], kb.to(dtype), some[None, :])
-        tl.store(k + G * SIZE * D + d, value.to(dtype), d < D)
-        z = tl.sum(qa.to(tl.float32) * ka.to(dtype).to(tl.float32) + qb.to(tl.float32) * kb.to(dtype).to(tl.float32), 1)
-        top = tl.maximum(best, z)
-        p = tl.exp(z - top)
-        shrink = tl.exp(best - top)
-        total = total * shrink[:, None] + p[:, None] * value.to(tl.float32)[None, :]
-        weight = weight * shrink + p
-        best = top
+        own = (
+            kv + tl.load(table + row * entries + length // SIZE).to(tl.int64) * stride + (g * SIZE + length % SIZE) * D
+        )
+        tl.store(own + one, new_a.to(dtype), real)
+        tl.store(own + HALF + one, new_b.to(dtype), real)
+        tl.store(own + G * SIZE * D + d, value.to(dtype), d < D)
+        seen_a, seen_b = new_a.to(dtype).to(tl.float32), new_b.to(dtype).to(tl.float32)
+        score = tl.sum(qa.to(tl.float32) * seen_a + qb.to(tl.float32) * seen_b, 1)
+        highest = tl.maximum(best, score)
+        share = tl.exp(score - highest)
+        less = tl.exp(best - highest)
+        total = total * less[:, None] + share[:, None] * value.to(tl.float32)[None, :]
+        weight = weight * less + share
+        best = highest
     to = ((i * H + g * R + h) * SPLITS + split).to(tl.int64)
     tl.store(part + to[:, None] * D + d[None, :], total, (h < R)[:, None] & (d < D)[None, :])
     tl.store(sums + to * 2, best, h < R)
@@ -270,18 +272,13 @@ def decide(
     return Rows(places, many), gates, entered
 
 
-def _tile(rows: int, N: int, K: int, glu: bool) -> dict[str, int]:
+def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
     """Shape of a program's tile, by measurement."""
+    narrow = glu or N <= 4096
     if rows == 1:
-        wide = triton.next_power_of_2(min(K, 1024))
-        return {"BM": 1, "BN": 4 if glu or N <= 4096 else 8, "BK": wide, "num_warps": 4}
-    return {
-        "BM": 16 if rows <= 16 else 64,
-        "BN": 16 if glu or N <= 4096 else 32,
-        "BK": 128,
-        "num_warps": 4,
-        "num_stages": 4,
-    }
+        return {"BM": 1, "BN": 4 if narrow else 8, "BK": triton.next_power_of_2(min(K, 1024)), "num_warps": 4}
+    wide = {"BK": 128, "num_stages": 4} if itemsize < 4 else {"BK": 32, "num_stages": 2}
+    return {"BM": 16 if rows <= 16 else 64, "BN": 16 if narrow else 32, "num_warps": 4, **wide}
 
 
 def linear(
@@ -326,7 +323,7 @@ def _run(
     scatter: bool,
 ) -> None:
     B = len(rows.places)
-    tile = _tile(B, N, K, glu)
+    tile = _tile(B, N, K, glu, x.element_size())
     grid = (triton.cdiv(N, tile["BN"]), triton.cdiv(B, tile["BM"]))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     _linear[grid](
