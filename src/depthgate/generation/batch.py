@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from depthgate.cache import LayerCache
@@ -24,9 +23,11 @@ from depthgate.ops.decode import (
     add_linear,
     add_rows,
     attend,
+    begin,
     by_kernels,
     chosen_rows,
     decide,
+    finish,
     linear,
 )
 from depthgate.routing.causal import Scores, Threshold
@@ -219,40 +220,33 @@ class Batch:
 
     def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Taken:
         """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
-        pos, token = self.pos[:B], self.token[:B]
-        cos, sin = self.cos[pos], self.sin[pos]
-        x = self.model.embed(token)
-        x = F.rms_norm(x, x.shape[-1:]) if self.model.config.embed_norm else x.clone()
+        model, pos, token, lengths = self.model, self.pos[:B], self.token[:B], self.lengths[:, :B]
+        x, cos, sin = begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
         all_rows = Rows(self.all_rows[:B], self.alive) if by_kernels(x) else None
-        alive = (self.all_rows[:B] < self.alive).int()
-        entered = []
+        entered = lengths.new_zeros(len(lengths) - 1, B)
         for n, layer in enumerate(self.layers):
             rows, gates = all_rows, None
             if layer.router is not None:
-                rows, gates, wanted = self._decide(layer, x, pos)
-                entered.append(wanted)
+                rows, gates = self._decide(layer, x, pos, entered[layer.group - 1])
                 if not len(rows.places):
                     continue
             self._add_update(n, x, rows, gates, cos, sin)
-        ways = torch.stack(entered, 1).int() if entered else alive.new_zeros(B, 0)
-        self.lengths[:, :B] += torch.cat((alive[:, None], ways), 1).T
-        norm = self.model.norm
-        logits = linear(x, all_rows, self.model.head.weight, norm=norm.weight, eps=norm.eps).float()
-        filters = Filters.of(self.options[:B], used)
-        tokens = pick(logits, filters, self.seen[:B], uniform(self.seeds[:B], self.drawn[:B]))
-        self.seen[:B].scatter_(1, tokens[:, None], True)
-        token.copy_(tokens)
-        pos += alive
-        self.drawn[:B] += 1
-        return Taken(tokens, ways, logits.amax(-1).isfinite(), likely(logits, tokens, top))
+        logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
+        numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
+        tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
+        finish(tokens, self.alive, entered, token, pos, self.drawn[:B], lengths, self.seen[:B])
+        # Where the likeliest token is taken, its logit is the largest.
+        finite = logits.amax(-1).isfinite() if used[0] else logits.gather(1, tokens[:, None])[:, 0].isfinite()
+        return Taken(tokens, entered.T, finite, likely(logits, tokens, top))
 
-    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor) -> tuple[Rows, Tensor, Tensor]:
-        """The rows of x that a routed layer takes, their gates, and which rows (B,) these are."""
+    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:
+        """The rows of x that a routed layer takes, and their gates; `entered` (B,) gets 1 or 0."""
         if layer.rule is not None:
-            return decide(x, self.alive, *layer.rule)
+            return decide(x, self.alive, entered, *layer.rule)
         wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
         wanted = wanted & (self.all_rows[: len(x)] < self.alive)
-        return *chosen_rows(wanted, gates), wanted
+        entered.copy_(wanted)
+        return chosen_rows(wanted, gates)
 
     def _add_update(self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         """Add the update of a layer to its rows of x."""
@@ -261,7 +255,8 @@ class Batch:
         last_key = None if last_key is None else last_key[:B]
         pages = Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
         qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        attended = attend(qkv, rows, cos, sin, layer.heads, pages, max(4, 64 // B))
+        splits = max(4, min(64, 512 // (B * layer.heads.kv_heads)))
+        attended = attend(qkv, rows, cos, sin, layer.heads, pages, splits)
         attended = linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):

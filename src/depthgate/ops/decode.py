@@ -58,6 +58,40 @@ class Pages(NamedTuple):
         return kv[:, 0, :, :most], kv[:, 1, :, :most]
 
 
+def begin(
+    embedding: Tensor, token: Tensor, normed: bool, pos: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows (B, D) of the tokens (B,), normalised with `normed`, and the rows of cos and sin (T, d/2) of their
+    positions (B,)."""
+    if by_kernels(embedding):
+        return kernels().begin(embedding, token, normed, pos, cos, sin)  # type: ignore[no-any-return]
+    x = F.embedding(token, embedding)
+    return F.rms_norm(x, x.shape[-1:]) if normed else x, cos[pos], sin[pos]
+
+
+def finish(
+    tokens: Tensor,
+    live: Tensor,
+    entered: Tensor,
+    token: Tensor,
+    pos: Tensor,
+    drawn: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+) -> None:
+    """Write a step down, for the first `live` rows: the tokens (B,) that come next, also in `seen` (B, V); positions,
+    numbers drawn (B,) and `lengths` (1 + L, B) grow by one, those of routed layers where they were `entered` (L, B)."""
+    if by_kernels(tokens):
+        kernels().finish(tokens, live, entered, token, pos, drawn, lengths, seen)
+        return
+    token.copy_(tokens)
+    seen.scatter_(1, tokens[:, None], True)
+    pos += 1
+    drawn += 1
+    lengths[0] += 1
+    lengths[1:] += entered
+
+
 def linear(
     x: Tensor,
     rows: Rows | None,
@@ -68,12 +102,13 @@ def linear(
     norm: Tensor | None = None,
     eps: float | None = None,
     glu: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """weight (F, K) times rows of x (B, K), None: all; or, where `gather` is False, times x itself, which holds those
     rows already. First `add` (N, K) is added, and the sum normalised where there is a norm (K,); in the end, with
-    `glu`, the halves are gate and value of a SwiGLU."""
+    `glu`, the halves are gate and value of a SwiGLU. In float32 with `wide`."""
     if rows is not None and by_kernels(x):
-        return kernels().linear(x, rows, weight, gather=gather, add=add, norm=norm, eps=eps, glu=glu)  # type: ignore[no-any-return]
+        return kernels().linear(x, rows, weight, gather=gather, add=add, norm=norm, eps=eps, glu=glu, wide=wide)  # type: ignore[no-any-return]
     y = x if rows is None or not gather else x[rows.taken]
     y = y if add is None else y + add
     y = y if norm is None else F.rms_norm(y, y.shape[-1:], norm, eps)
@@ -81,7 +116,7 @@ def linear(
     if glu:
         gate, up = y.chunk(2, -1)
         return F.silu(gate) * up
-    return y
+    return y.float() if wide else y
 
 
 def add_linear(x: Tensor, rows: Rows | None, weight: Tensor, hidden: Tensor, add: Tensor, gates: Tensor | None) -> None:
@@ -140,19 +175,20 @@ def attend(
 
 
 def decide(
-    x: Tensor, live: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
-) -> tuple[Rows, Tensor, Tensor]:
+    x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
+) -> tuple[Rows, Tensor]:
     """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
-    normalised row, plus bias; their gates in that order, by the name of a gate; and (B,) bool, the same rows."""
+    normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0."""
     if by_kernels(x):
-        return kernels().decide(x, live, weight, bias, threshold, normed, gate)  # type: ignore[no-any-return]
+        return kernels().decide(x, live, entered, weight, bias, threshold, normed, gate)  # type: ignore[no-any-return]
     wide = x.float()
     wide = F.rms_norm(wide, wide.shape[-1:]) if normed else wide
     score = wide @ weight + bias
     wanted = (score >= threshold) & (torch.arange(len(x), device=x.device) < live)
     safe = score.nan_to_num(0.0, 1e4, -1e4)
     gates = {"one_plus_tanh": 1 + safe.tanh(), "sigmoid": safe.sigmoid(), "raw": safe}.get(gate, torch.ones_like(safe))
-    return *chosen_rows(wanted, gates), wanted
+    entered.copy_(wanted)
+    return chosen_rows(wanted, gates)
 
 
 def chosen_rows(wanted: Tensor, gates: Tensor) -> tuple[Rows, Tensor]:

@@ -13,6 +13,69 @@ from depthgate.ops.decode import Heads, Pages, Rows
 
 
 @triton.jit
+def _begin(
+    embedding, token, pos, cos, sin, x, c, s, eps,
+    K: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    k = tl.arange(0, BK)
+    row = tl.load(embedding + tl.load(token + b) * K + k, k < K, other=0.0)
+    if NORMED:
+        wide = row.to(tl.float32)
+        row = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / K + eps)).to(row.dtype)
+    tl.store(x + b * K + k, row, k < K)
+    h = tl.arange(0, BH)
+    at = tl.load(pos + b) * HALF + h
+    tl.store(c + b * HALF + h, tl.load(cos + at, h < HALF), h < HALF)
+    tl.store(s + b * HALF + h, tl.load(sin + at, h < HALF), h < HALF)
+
+
+def begin(
+    embedding: Tensor, token: Tensor, normed: bool, pos: Tensor, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`decode.begin`."""
+    B, K, half = len(token), embedding.shape[1], cos.shape[1]
+    x, c, s = embedding.new_empty(B, K), cos.new_empty(B, half), sin.new_empty(B, half)
+    size = {"BK": triton.next_power_of_2(K), "BH": triton.next_power_of_2(half)}
+    eps = torch.finfo(x.dtype).eps
+    _begin[(B,)](embedding, token, pos, cos, sin, x, c, s, eps, K=K, HALF=half, NORMED=normed, num_warps=4, **size)
+    return x, c, s
+
+
+@triton.jit
+def _finish(tokens, live, entered, token, pos, drawn, lengths, seen, B, stride, V, L: tl.constexpr, BB: tl.constexpr):
+    b = tl.arange(0, BB)
+    there = b < tl.load(live)
+    new = tl.load(tokens + b, there, other=0)
+    tl.store(token + b, new, there)
+    tl.store(seen + b.to(tl.int64) * V + new, 1, there)
+    tl.store(pos + b, tl.load(pos + b, there, other=0) + 1, there)
+    tl.store(drawn + b, tl.load(drawn + b, there, other=0) + 1, there)
+    tl.store(lengths + b, tl.load(lengths + b, there, other=0) + 1, there)
+    for n in range(L):
+        at = lengths + (n + 1) * stride + b
+        tl.store(at, tl.load(at, there, other=0) + tl.load(entered + n * B + b, there, other=0), there)
+
+
+def finish(
+    tokens: Tensor,
+    live: Tensor,
+    entered: Tensor,
+    token: Tensor,
+    pos: Tensor,
+    drawn: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+) -> None:
+    """`decode.finish`."""
+    L, B = entered.shape
+    marks, block = seen.view(torch.int8), triton.next_power_of_2(B)
+    _finish[(1,)](
+        tokens, live, entered, token, pos, drawn, lengths, marks, B, lengths.stride(0), marks.stride(0), L=L, BB=block
+    )
+
+
+@triton.jit
 def _linear(
     x, add, places, many, weight, norm, gates, out, eps, N,
     K: tl.constexpr, GATHER: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr,
@@ -221,7 +284,7 @@ def _joined(part, sums, out, many, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.
 
 @triton.jit
 def _decide(
-    x, live, weight, bias, threshold, places, many, gates, entered, eps,
+    x, live, weight, bias, threshold, places, many, gates, entered, eps, B,
     K: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
@@ -246,39 +309,37 @@ def _decide(
         gate = safe
     else:
         gate = tl.full((BB,), 1.0, tl.float32)
-    to = tl.cumsum(wanted.to(tl.int32), 0) - 1
-    tl.store(places + to, b.to(tl.int64), wanted)
-    tl.store(gates + to, gate, wanted)
-    tl.store(entered + b, wanted, there)
+    rank = tl.cumsum(wanted.to(tl.int32), 0)
+    to = tl.where(wanted, rank - 1, tl.sum(wanted.to(tl.int32), 0) + b - rank)  # the others come last
+    tl.store(places + to, b.to(tl.int64), b < B)
+    tl.store(gates + to, gate, b < B)
+    tl.store(entered + b, wanted.to(tl.int32), there)
     tl.store(many, tl.sum(wanted.to(tl.int32), 0))
 
 
 def decide(
-    x: Tensor, live: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
-) -> tuple[Rows, Tensor, Tensor]:
-    """The rows of x (B, D), of the first `live`, whose score is at least the threshold; their gates in that order; and
-    (B,) bool, those rows."""
+    x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
+) -> tuple[Rows, Tensor]:
+    """`decode.decide`."""
     B, K = x.shape
-    places, many = (
-        torch.zeros(B, dtype=torch.int64, device=x.device),
-        torch.empty((), dtype=torch.int32, device=x.device),
-    )
-    gates, entered = torch.empty(B, device=x.device), torch.zeros(B, dtype=torch.bool, device=x.device)
+    places, many = entered.new_empty(B, dtype=torch.int64), entered.new_empty(())
+    gates = torch.empty(B, device=x.device)
     block = triton.next_power_of_2(B)
     _decide[(1,)](
-        x, live, weight, bias, threshold, places, many, gates, entered, torch.finfo(torch.float32).eps,
+        x, live, weight, bias, threshold, places, many, gates, entered, torch.finfo(torch.float32).eps, B,
         K=K, NORMED=normed, GATE=gate, BB=block, BK=max(32, min(triton.next_power_of_2(K), 8192 // block)), num_warps=8,
     )  # fmt: skip
-    return Rows(places, many), gates, entered
+    return Rows(places, many), gates
 
 
 def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
-    """Shape of a program's tile, by measurement."""
-    narrow = glu or N <= 4096
+    """Shape of a program's tile: enough bytes under way in as many programs as there are processors."""
     if rows == 1:
-        return {"BM": 1, "BN": 4 if narrow else 8, "BK": triton.next_power_of_2(min(K, 1024)), "num_warps": 4}
-    wide = {"BK": 128, "num_stages": 4} if itemsize < 4 else {"BK": 32, "num_stages": 2}
-    return {"BM": 16 if rows <= 16 else 64, "BN": 16 if narrow else 32, "num_warps": 4, **wide}
+        return {"BM": 1, "BN": 4 if glu or N <= 4096 else 8, "BK": triton.next_power_of_2(min(K, 1024)), "num_warps": 4}
+    tile = {"BM": 16 if rows <= 16 else 64, "BN": 16 if glu or N <= 4096 else 32, "num_warps": 4}
+    if itemsize == 4:
+        return tile | {"BK": 32, "num_stages": 2}
+    return tile | {"BK": 256 if rows <= 16 and not glu else 128, "num_stages": 4}
 
 
 def linear(
@@ -291,11 +352,12 @@ def linear(
     norm: Tensor | None = None,
     eps: float | None = None,
     glu: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """`decode.linear`."""
     B, (N, K) = len(rows.places), weight.shape
     N = N // 2 if glu else N
-    out = x.new_empty(B, N)
+    out = x.new_empty(B, N, dtype=torch.float32 if wide else x.dtype)
     _run(x, add, rows, weight, norm, None, out, eps, N, K, gather=gather, glu=glu, scatter=False)
     return out
 
