@@ -21,12 +21,14 @@ from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import preset, settle_vocab
+from depthgate.serve.config import ServeConfig
 
 VERBS: dict[str, type[Any]] = {
     "train": TrainConfig,
     "eval": configs.EvalConfig,
     "isoflop": IsoflopConfig,
     "generate": GenerateConfig,
+    "serve": ServeConfig,
     "convert": configs.ConvertConfig,
     "finetune": configs.FinetuneConfig,
     "view": configs.ViewConfig,

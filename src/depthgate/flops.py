@@ -8,7 +8,8 @@ Experts that choose out of a batch are counted as if each sequence were one.
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
 
@@ -96,12 +97,14 @@ def _router(config: ModelConfig, tokens: int) -> Cost:
     return cost
 
 
-def layer_cost(config: ModelConfig, kind: str, tokens: int, expert_share: float | None = None) -> Cost:
+def layer_cost(
+    config: ModelConfig, kind: str, tokens: int, expert_share: float | None = None, entered: int | None = None
+) -> Cost:
     """One layer of a kind over one sequence of `tokens` tokens. expert_share: the experts that compute a token, on
     average, over `top_k`; unless given, all that choose have their share of tokens, and of those that are chosen null
-    ones are chosen as often as the others."""
+    ones are chosen as often as the others. entered: tokens that a routed layer takes, its capacity's unless given."""
     routed = kind in ROUTED_KINDS
-    rows = budget(config.capacity, tokens) if routed else tokens
+    rows = tokens if not routed else budget(config.capacity, tokens) if entered is None else entered
     cost = _attention(config, rows) + _feed_forward(config, rows, kind, expert_share) + Cost(2 * config.dim)
     return cost + _router(config, tokens) if routed and kind != "random" else cost
 
@@ -114,6 +117,17 @@ def model_cost(config: ModelConfig, tokens: int, expert_share: float | None = No
     for kind, layers in Counter(config.kinds).items():
         cost += layer_cost(config, kind, tokens, expert_share) * layers
     return cost
+
+
+def sequence_flops(config: ModelConfig, tokens: int, entered: Sequence[int] | None = None) -> float:
+    """Forward FLOPs of one sequence, of which `entered` tokens went into each routed layer; None: all of them into all
+    layers, with no router to ask."""
+    unrouted = [{"mod": "dense", "random": "dense", "mode_staged": "moe"}.get(kind, kind) for kind in config.kinds]
+    flops = model_cost(replace(config, pattern=",".join(unrouted), first=None), tokens).forward
+    for i, rows in zip(config.routed, entered, strict=True) if entered is not None else ():
+        flops += layer_cost(config, config.kinds[i], tokens, entered=rows).forward
+        flops -= layer_cost(config, unrouted[i], tokens).forward
+    return flops
 
 
 def parameters(config: ModelConfig) -> int:

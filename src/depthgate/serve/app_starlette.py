@@ -1,0 +1,191 @@
+"""The application that any ASGI server runs: routes, keys and limits."""
+
+import asyncio
+import json
+import secrets
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from depthgate.errors import DepthgateError
+from depthgate.generation.engine import Engine
+from depthgate.generation.text import read_prompts
+from depthgate.loading import LoadedDecoder
+from depthgate.serve.answer import Answer
+from depthgate.serve.asked import Asked, RequestError, read
+from depthgate.serve.chat import ChatTemplate
+from depthgate.serve.config import ServeConfig
+from depthgate.serve.metrics import Metrics
+from depthgate.serve.worker import Worker
+
+_GRACE = 5.0  # seconds to send an error after the time is up
+
+
+class App:
+    """A model that is served."""
+
+    def __init__(self, model: LoadedDecoder, config: ServeConfig) -> None:
+        self.model, self.config, self.keys = model, config, config.keys()
+        self.metrics, self.template = Metrics(), ChatTemplate(config.model)
+        self.engine = Engine(model, rows=config.rows, memory=config.memory)
+        self.worker = Worker(self.engine, config.rows + config.queue, self.metrics)
+        self.stopping = False  # no new requests
+        self.busy = 0  # requests that are being answered
+        self.card = {"id": config.name, "object": "model", "created": int(time.time()), "owned_by": "depthgate"}
+        routes = [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name}", self.models),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+        ]
+        errors = dict.fromkeys((DepthgateError, HTTPException, ClientDisconnect, Exception), _refused)
+        self.routed = Starlette(routes=routes, exception_handlers=errors)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.statuses[message["status"]] += 1
+            await send(message)
+
+        counts = scope["type"] == "http" and scope["path"].startswith("/v1/")
+        self.busy += counts
+        try:
+            await self.routed(scope, receive, counted if counts else send)
+        finally:
+            self.busy -= counts
+
+    async def health(self, _: Request) -> Response:
+        """Say whether requests are taken."""
+        said = self.worker.failed or ("stopping" if self.stopping else "ok")
+        return _json({"status": said}, 200 if said == "ok" else 503)
+
+    async def show_metrics(self, _: Request) -> Response:
+        """Figures for Prometheus."""
+        text = self.metrics.text(running=self.engine.running, waiting=self.engine.waiting)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        """The one model, or a list of it."""
+        self._admit(request)
+        name = request.path_params.get("name")
+        if name is None:
+            return _json({"object": "list", "data": [self.card]})
+        self._check_model(name)
+        return _json(self.card)
+
+    async def complete(self, request: Request) -> Response:
+        """Continue prompts or a conversation."""
+        self._admit(request)
+        arrived = asyncio.get_running_loop().time()
+        chat = request.url.path == "/v1/chat/completions"
+        asked = read(await self._body(request), chat)
+        self._check_model(asked.model)
+        wanted = await asyncio.to_thread(self._wanted, asked)
+        job = self.worker.submit(wanted, arrived, arrived + self.config.timeout)
+        answer = Answer(asked, job, self.model, self.config.name)
+        return _Stream(answer) if asked.stream else await _whole(answer, request.receive)
+
+    def _admit(self, request: Request) -> None:
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        shown = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if self.keys and not any(secrets.compare_digest(shown, key) for key in self.keys):
+            raise RequestError(
+                401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
+            )
+        if self.stopping:
+            raise RequestError(503, "the server is stopping: ask another one")
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.config.name):
+            message = f"the model {name[:60]!r} is not here: ask for {self.config.name!r}"
+            raise RequestError(404, message, "model", "model_not_found")
+
+    async def _body(self, request: Request) -> bytes:
+        body, most = bytearray(), self.config.max_body
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > most:
+                        raise RequestError(413, f"the request has more than {most} bytes: send less")
+        except TimeoutError:
+            raise RequestError(408, "the request came too slowly") from None
+        return bytes(body)
+
+    def _wanted(self, asked: Asked) -> list[tuple[Any, ...]]:
+        """Arguments of Engine.submit for each continuation."""
+        chat = asked.messages is not None
+        given = [self.template.encode(asked.messages)] if asked.messages is not None else asked.prompt
+        most = self.config.max_tokens
+        if most is not None and asked.sampling.get("max_new_tokens", 1) > most:
+            raise RequestError(400, f"max_tokens is too large: ask for at most {most}", "max_tokens")
+        wanted = []
+        for prompt in read_prompts(self.model, given):
+            ids = prompt.prompt_tokens
+            longest = (
+                min(most or self.engine.most, max(1, self.engine.most - len(ids))) if chat else min(16, most or 16)
+            )
+            wanted += [(ids, sampling, asked.likeliest) for sampling in asked.samplings(longest)]
+        return wanted
+
+
+class _Stream(StreamingResponse):
+    """An answer as it comes; its job ends with it, also where the client leaves or does not read."""
+
+    def __init__(self, answer: Answer) -> None:
+        # Proxies such as nginx hold events back otherwise.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(answer.stream(), media_type="text/event-stream", headers=headers)
+        self.job = answer.job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout_at(self.job.deadline + _GRACE):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            pass  # nobody reads
+        finally:
+            self.job.close()
+
+
+async def _whole(answer: Answer, receive: Receive) -> Response:
+    """The answer when it is complete, unless the client leaves before."""
+
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    work, left = asyncio.create_task(answer.whole()), asyncio.create_task(gone())
+    try:
+        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+        return _json(work.result()) if work.done() else Response(status_code=499)
+    finally:
+        work.cancel()
+        left.cancel()
+        answer.job.close()
+
+
+def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    # Not JSONResponse: what a client sends back to itself may hold half a surrogate pair, which is not UTF-8.
+    return Response(json.dumps(value), status, headers, "application/json")
+
+
+def _refused(_: Request, error: Exception) -> Response:
+    """An error in the form that OpenAI's clients know."""
+    if isinstance(error, HTTPException):
+        error = RequestError(error.status_code, f"{error.detail}: see docs/serving.md for what there is")
+    elif isinstance(error, ClientDisconnect):
+        error = RequestError(499, "the client left")
+    elif isinstance(error, DepthgateError) and not isinstance(error, RequestError):
+        error = RequestError(400, str(error))
+    elif not isinstance(error, RequestError):
+        error = RequestError(500, f"the server failed ({type(error).__name__}): its log says why")
+    return _json(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)

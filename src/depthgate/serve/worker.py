@@ -1,0 +1,150 @@
+"""The thread that turns the engine, and the jobs of clients, which wait for its tokens in the event loop."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from depthgate.generation.engine import Engine, Request
+from depthgate.generation.text import Event
+from depthgate.serve.asked import RequestError
+from depthgate.serve.metrics import Metrics
+
+MOST_UNREAD = 4096  # tokens that a client may be behind
+
+
+class Job:
+    """The continuations that one client waits for; used in the event loop alone."""
+
+    def __init__(self, worker: "Worker", requests: list[Request], arrived: float, deadline: float) -> None:
+        self.worker, self.deadline = worker, deadline
+        self.requests = {request.number: request for request in requests}
+        self.left = len(requests)  # that have not finished
+        self.timed = dict.fromkeys(
+            self.requests, ("time_to_first_token_seconds", arrived)
+        )  # what comes next, since when
+        self._unread: list[Event] = []
+        self._news = asyncio.Event()
+        self._error: RequestError | None = None
+
+    def tell(self, event: Event) -> None:
+        """Take in a token."""
+        self._unread.append(event)
+        self.left -= event.finish is not None
+        self._news.set()
+        if event.finish == "error":
+            self.fail(RequestError(500, "the model's logits are not finite: check its weights"))
+        elif len(self._unread) > MOST_UNREAD:
+            self.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
+
+    def fail(self, error: RequestError) -> None:
+        """End with an error, which the client gets in place of what it has not read."""
+        self._error, self._unread = error, []
+        self._news.set()
+        self.close()
+
+    def close(self) -> None:
+        """Cancel what has not finished."""
+        self.worker.cancel(self)
+
+    async def news(self) -> list[Event]:
+        """The tokens since the last call, at least one; none: all were there."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                while self.left and not self._unread and self._error is None:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise RequestError(504, "the answer takes longer than the server allows: ask for less") from None
+        if self._error is not None:
+            raise self._error
+        news, self._unread = self._unread, []
+        return news
+
+
+class Worker:
+    """An engine with the thread that turns it. All but the thread itself runs in the event loop."""
+
+    def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
+        self.engine, self.metrics = engine, metrics
+        self.most = most  # sequences that may run and wait
+        self.failed: str | None = None  # why the engine has stopped
+        self._jobs: dict[int, Job] = {}  # by the numbers of their requests
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = threading.Event()
+        self._open = True
+        self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, wanted: list[tuple[Any, ...]], arrived: float, deadline: float) -> Job:
+        """A job of continuations, each given by the arguments of Engine.submit; all of them are taken, or none."""
+        if self.failed is not None:
+            raise RequestError(503, f"the engine has stopped ({self.failed}): restart the server")
+        if len(wanted) > self.most:
+            raise RequestError(400, f"{len(wanted)} sequences are too many: ask for at most {self.most} at a time")
+        if len(self._jobs) + len(wanted) > self.most:
+            raise RequestError(429, "too many sequences are waiting: try again later", code="queue_full")
+        self._loop = asyncio.get_running_loop()
+        requests: list[Request] = []
+        try:
+            for each in wanted:
+                requests.append(self.engine.submit(*each))
+        except BaseException:
+            for request in requests:
+                self.engine.cancel(request)
+            raise
+        job = Job(self, requests, arrived, deadline)
+        self._jobs |= dict.fromkeys(job.requests, job)
+        self._wake.set()
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Take back what has not finished: its rows are free after the engine's next turn."""
+        for number, request in job.requests.items():
+            if self._jobs.pop(number, None) is not None:
+                self.engine.cancel(request)
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread when its turn is over."""
+        self._open = False
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._open:
+                self._wake.clear()  # before the turn: what comes during it must not be missed
+                if events := self.engine.turn():
+                    self._in_loop(self._deliver, events)
+                elif not self.engine.running and not self.engine.waiting:
+                    self._wake.wait()
+        except Exception as error:
+            self.failed = f"{type(error).__name__}: {str(error)[:200]}"
+            self._in_loop(self._fail)
+            raise
+
+    def _in_loop(self, call: Callable[..., None], *given: Any) -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(call, *given)
+
+    def _deliver(self, events: list[Event]) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        for event in events:
+            job = self._jobs.get(event.request)
+            if job is None:  # it was cancelled meanwhile
+                continue
+            name, since = job.timed[event.request]
+            self.metrics.time(name, now - since)
+            job.timed[event.request] = "token_latency_seconds", now
+            if event.finish is not None:
+                del self._jobs[event.request]
+                self.metrics.finished(job.requests[event.request].result, self.engine.model.config.layers)
+            job.tell(event)
+
+    def _fail(self) -> None:
+        for job in set(self._jobs.values()):
+            job.fail(RequestError(500, f"the engine failed: {self.failed}"))
