@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     shape = ("--model.pattern=dense,mod", "--model.context=256", "--lr=0.02")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home / "home"))
-        assert train(home / "tiny", write_data(home / "text.jsonl"), 30, *shape) == 0
+        assert train(home / "tiny", write_data(home / "text.jsonl"), 80, *shape) == 0
     (home / "tiny" / "tokenizer" / "chat_template.jinja").write_text(TEMPLATE)
     return str(home / "tiny")
 
