@@ -17,10 +17,10 @@ ORDER = (
     *("errors", "options", "files", "config", "presets", "flops", "device", "console"),
     *("ops", "routing", "layers", "encoders", "model", "cache"),
     *("data", "checkpoint", "generation", "hf", "loading", "view", "gathering", "recording", "drop_in"),
-    *("train", "isoflop"),
+    *("train", "isoflop", "serve"),
     *("commands", "cli", "__main__"),
 )
-HEAVY = {"transformers", "matplotlib", "ray", "triton", "soft_moe_pytorch"}
+HEAVY = {"transformers", "matplotlib", "ray", "triton", "soft_moe_pytorch", "starlette", "uvicorn", "jinja2"}
 
 
 def home(path: Path) -> str:
@@ -72,9 +72,9 @@ def test_layers_and_models_know_nothing_of_distribution_or_heavy_packages(path):
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             top_level |= {name.split(".")[0] for name in imports(node)}
-            assert not any(name.endswith(("_triton", "_transformers")) for name in imports(node))
+            assert not any(name.endswith(("_triton", "_transformers", "_starlette")) for name in imports(node))
     # A file of kernels needs Triton to be read at all; the function that launches them imports it. So does the one
-    # file with a class that must be a class of transformers.
+    # file with a class that must be a class of transformers, and that of the server's application.
     assert not top_level & (HEAVY - {path.stem.rpartition("_")[2]})
     if home(path) in ("options", "config", "flops", "errors", "cli", "__init__", "__main__"):
         assert "torch" not in top_level

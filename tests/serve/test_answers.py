@@ -92,7 +92,9 @@ def test_without_a_seed_texts_differ_and_few_tokens_come(server):
 
 def test_log_probabilities_are_the_models(server, model):
     ids = list(SAID.encode())
-    done = server.client().completions.create(model="tiny", prompt=SAID, max_tokens=9, temperature=0.5, seed=2, logprobs=3)
+    done = server.client().completions.create(
+        model="tiny", prompt=SAID, max_tokens=9, temperature=0.5, seed=2, logprobs=3
+    )
     (result,) = dg.generate(model, SAID, max_new_tokens=9, temperature=0.5, seed=2)
     shown, text = done.choices[0].logprobs, done.choices[0].text
     assert text.isascii()  # each character is a token

@@ -64,7 +64,7 @@ def test_nobody_gets_anothers_tokens(start, model):
         (result,) = dg.generate(model, asked["prompt"], max_new_tokens=asked["max_tokens"], seed=asked["seed"])
         assert result.text.startswith(text) if i % 3 == 2 else result.text == text
     until(empty(server))
-    assert server.app.worker._jobs == {}
+    assert server.app.worker.jobs == {}
     assert len(server.app.engine._rows) == 5
 
 
@@ -76,8 +76,8 @@ def test_a_client_that_leaves_frees_its_row_at_once(start):
         with server.held():
             with socket.create_connection(("127.0.0.1", server.port)) as line:
                 line.sendall(head + body)
-                until(lambda: server.app.worker._jobs)
-            until(lambda: not server.app.worker._jobs)  # not a token has come
+                until(lambda: server.app.worker.jobs)
+            until(lambda: not server.app.worker.jobs)  # not a token has come
         until(empty(server))
         assert ask(server, body=PROMPT)[0] == 200
 
@@ -89,7 +89,7 @@ def test_a_full_queue_says_when_to_come_back(start):
         waiting = [threading.Thread(target=lambda: answers.append(ask(server, body=PROMPT)[0])) for _ in range(3)]
         for each in waiting:
             each.start()
-        until(lambda: len(server.app.worker._jobs) == 3)
+        until(lambda: len(server.app.worker.jobs) == 3)
         status, headers, error = ask(server, body=PROMPT)
         assert (status, error["type"], error["code"]) == (429, "rate_limit_error", "queue_full")
         assert int(headers["Retry-After"]) >= 1
@@ -107,10 +107,10 @@ def test_time_is_limited(start):
     with server.held():
         status, _, error = ask(server, body=LONG)
         assert (status, error["type"]) == (504, "server_error")
-        assert server.app.worker._jobs == {}
+        assert server.app.worker.jobs == {}
         with pytest.raises(openai.APIError, match="longer than the server allows"):
             list(server.client().completions.create(model="tiny", stream=True, **LONG))
-        assert server.app.worker._jobs == {}
+        assert server.app.worker.jobs == {}
     until(empty(server))
     assert ask(server, body=PROMPT)[0] == 200
 
@@ -144,7 +144,7 @@ def test_a_client_that_does_not_read_holds_nobody(start, monkeypatch):
         await stuck.wait()
         while not empty(server)():  # though nobody reads
             await asyncio.sleep(0.005)
-        assert server.app.worker._jobs == {}
+        assert server.app.worker.jobs == {}
         reads.set()
         await call
 
@@ -161,7 +161,7 @@ def test_a_client_that_never_reads_again_is_dropped(start, monkeypatch):
         await asyncio.Event().wait()
 
     asyncio.run(asgi(server.app, send, {**LONG, "stream": True}))
-    assert server.app.worker._jobs == {}
+    assert server.app.worker.jobs == {}
     assert server.app.busy == 0
 
 
@@ -186,7 +186,7 @@ def test_an_engine_that_fails_is_told_to_all(start):
         waiting = [threading.Thread(target=lambda: failures.append(ask(server, body=LONG))) for _ in range(2)]
         for each in waiting:
             each.start()
-        until(lambda: len(server.app.worker._jobs) == 2)
+        until(lambda: len(server.app.worker.jobs) == 2)
         server.app.engine.batch = None  # a fault
         server.app.engine._free = None
     for each in waiting:
@@ -206,7 +206,7 @@ def test_a_server_that_stops_finishes_what_it_has(start, model):
     )
     with server.held():
         reader.start()
-        until(lambda: server.app.worker._jobs)
+        until(lambda: server.app.worker.jobs)
         server.app.stopping = True
         assert ask(server, "/health", method="GET")[0] == 503
         status, headers, _ = ask(server, body=PROMPT)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 from depthgate.errors import DepthgateError
 from depthgate.serve.config import ServeConfig
@@ -12,7 +13,8 @@ def run(config: ServeConfig, as_json: bool) -> int:
     """Serve; print where, as soon as requests are taken. The exit code: 0, or 130 where requests were cut off."""
     address = bound(config.host, config.port)  # first: a model takes long to load
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{address.getsockname()[1]}"
+    config = replace(config, port=address.getsockname()[1])
+    url = f"http://{host}:{config.port}"
     if config.api_key_file is None and not config.host.startswith("127."):
         print(f"depthgate: warning: anybody who reaches {url} may use it: give --api-key-file", file=sys.stderr)
 

@@ -44,7 +44,7 @@ class App:
             Route("/v1/models", self.models),
             Route("/v1/models/{name}", self.models),
             Route("/health", self.health),
-            Route("/metrics", self.show_metrics),
+            Route("/metrics", self.figures),
         ]
         errors = dict.fromkeys((DepthgateError, HTTPException, ClientDisconnect, Exception), _refused)
         self.routed = Starlette(routes=routes, exception_handlers=errors)
@@ -67,72 +67,66 @@ class App:
         said = self.worker.failed or ("stopping" if self.stopping else "ok")
         return _json({"status": said}, 200 if said == "ok" else 503)
 
-    async def show_metrics(self, _: Request) -> Response:
-        """Figures for Prometheus."""
-        text = self.metrics.text(running=self.engine.running, waiting=self.engine.waiting)
+    async def figures(self, _: Request) -> Response:
+        """Tell Prometheus what was done."""
+        text = self.metrics.text(self.engine.running, self.engine.waiting)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
-        """The one model, or a list of it."""
+        """Name the model, alone or as a list of one."""
         self._admit(request)
         name = request.path_params.get("name")
-        if name is None:
-            return _json({"object": "list", "data": [self.card]})
         self._check_model(name)
-        return _json(self.card)
+        return _json(self.card if name else {"object": "list", "data": [self.card]})
 
     async def complete(self, request: Request) -> Response:
         """Continue prompts or a conversation."""
         self._admit(request)
         arrived = asyncio.get_running_loop().time()
-        chat = request.url.path == "/v1/chat/completions"
-        asked = read(await self._body(request), chat)
+        deadline = arrived + self.config.timeout
+        asked = read(await self._body(request, deadline), request.url.path.startswith("/v1/chat"))
         self._check_model(asked.model)
+        self.worker.check(asked.n)  # before any work
         wanted = await asyncio.to_thread(self._wanted, asked)
-        job = self.worker.submit(wanted, arrived, arrived + self.config.timeout)
-        answer = Answer(asked, job, self.model, self.config.name)
+        answer = Answer(asked, self.worker.submit(wanted, arrived, deadline), self.model, self.config.name)
         return _Stream(answer) if asked.stream else await _whole(answer, request.receive)
 
     def _admit(self, request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        shown = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        scheme, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
+        shown = key.strip() if scheme.lower() == b"bearer" else b""
         if self.keys and not any(secrets.compare_digest(shown, key) for key in self.keys):
-            raise RequestError(
-                401, "the key is missing or wrong: send Authorization: Bearer KEY", code="invalid_api_key"
-            )
+            raise RequestError(401, "the key is wrong: send Authorization: Bearer KEY", code="invalid_api_key")
         if self.stopping:
             raise RequestError(503, "the server is stopping: ask another one")
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.config.name):
+        if name is not None and name != self.config.name:
             message = f"the model {name[:60]!r} is not here: ask for {self.config.name!r}"
             raise RequestError(404, message, "model", "model_not_found")
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, deadline: float) -> bytes:
         body, most = bytearray(), self.config.max_body
         try:
-            async with asyncio.timeout(self.config.timeout):
+            async with asyncio.timeout_at(deadline):
                 async for part in request.stream():
                     body += part
                     if len(body) > most:
                         raise RequestError(413, f"the request has more than {most} bytes: send less")
         except TimeoutError:
-            raise RequestError(408, "the request came too slowly") from None
+            raise RequestError(408, "the request came too slowly: send it again") from None
         return bytes(body)
 
     def _wanted(self, asked: Asked) -> list[tuple[Any, ...]]:
-        """Arguments of Engine.submit for each continuation."""
-        chat = asked.messages is not None
-        given = [self.template.encode(asked.messages)] if asked.messages is not None else asked.prompt
-        most = self.config.max_tokens
-        if most is not None and asked.sampling.get("max_new_tokens", 1) > most:
+        """Arguments of Engine.submit for each continuation. Unless told, a completion has 16 tokens and the answer in
+        a chat has all that there is room for."""
+        most = self.config.max_tokens or self.engine.most
+        if asked.sampling.get("max_new_tokens", 1) > most:
             raise RequestError(400, f"max_tokens is too large: ask for at most {most}", "max_tokens")
-        wanted = []
-        for prompt in read_prompts(self.model, given):
+        chat = asked.messages is not None
+        wanted: list[tuple[Any, ...]] = []
+        for prompt in read_prompts(self.model, [self.template.encode(asked.messages or [])] if chat else asked.prompt):
             ids = prompt.prompt_tokens
-            longest = (
-                min(most or self.engine.most, max(1, self.engine.most - len(ids))) if chat else min(16, most or 16)
-            )
+            longest = min(most, max(1, self.engine.most - len(ids)) if chat else 16)
             wanted += [(ids, sampling, asked.likeliest) for sampling in asked.samplings(longest)]
         return wanted
 
@@ -180,12 +174,8 @@ def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | No
 
 def _refused(_: Request, error: Exception) -> Response:
     """An error in the form that OpenAI's clients know."""
-    if isinstance(error, HTTPException):
-        error = RequestError(error.status_code, f"{error.detail}: see docs/serving.md for what there is")
-    elif isinstance(error, ClientDisconnect):
-        error = RequestError(499, "the client left")
-    elif isinstance(error, DepthgateError) and not isinstance(error, RequestError):
-        error = RequestError(400, str(error))
-    elif not isinstance(error, RequestError):
-        error = RequestError(500, f"the server failed ({type(error).__name__}): its log says why")
+    if not isinstance(error, RequestError):
+        statuses = {HTTPException: getattr(error, "status_code", 500), ClientDisconnect: 499, DepthgateError: 400}
+        status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 500)
+        error = RequestError(status, str(error) or type(error).__name__)
     return _json(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)

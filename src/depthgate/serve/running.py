@@ -77,18 +77,19 @@ def replicate(config: ServeConfig, ready: Callable[[], None]) -> int:
         "graceful_shutdown_timeout_s": config.timeout,
         "ray_actor_options": {"num_gpus": int(resolve_device(config.device) == "cuda")},
     }
+    if not ray.is_initialized():
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     stop = threading.Event()
-    with handled(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
-        try:
-            serve.start(http_options={"host": config.host, "port": config.port})
-            app: Any = serve.ingress(lambda: build(config))()
-            deployment: Any = serve.deployment(app, **how)
-            serve.run(deployment.bind(), name="depthgate", route_prefix="/")
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(http_options={"host": config.host, "port": config.port})
+        app: Any = serve.ingress(lambda: build(config))()
+        deployment: Any = serve.deployment(app, **how)
+        serve.run(deployment.bind(), name="depthgate", route_prefix="/")
+        with handled(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
             ready()
             stop.wait()
-        finally:
-            serve.shutdown()  # type: ignore[no-untyped-call]
-            ray.shutdown()
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
     return 0

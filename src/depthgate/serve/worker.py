@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -17,21 +17,19 @@ MOST_UNREAD = 4096  # tokens that a client may be behind
 class Job:
     """The continuations that one client waits for; used in the event loop alone."""
 
-    def __init__(self, worker: "Worker", requests: list[Request], arrived: float, deadline: float) -> None:
-        self.worker, self.deadline = worker, deadline
-        self.requests = {request.number: request for request in requests}
-        self.left = len(requests)  # that have not finished
-        self.timed = dict.fromkeys(
-            self.requests, ("time_to_first_token_seconds", arrived)
-        )  # what comes next, since when
+    def __init__(self, worker: "Worker", arrived: float, deadline: float) -> None:
+        self.worker, self.arrived, self.deadline = worker, arrived, deadline
+        self.requests: dict[int, Request] = {}
+        self.told: dict[int, float] = {}  # when the last token of each came
+        self._finished = 0
         self._unread: list[Event] = []
-        self._news = asyncio.Event()
         self._error: RequestError | None = None
+        self._news = asyncio.Event()
 
     def tell(self, event: Event) -> None:
         """Take in a token."""
         self._unread.append(event)
-        self.left -= event.finish is not None
+        self._finished += event.finish is not None
         self._news.set()
         if event.finish == "error":
             self.fail(RequestError(500, "the model's logits are not finite: check its weights"))
@@ -40,7 +38,7 @@ class Job:
 
     def fail(self, error: RequestError) -> None:
         """End with an error, which the client gets in place of what it has not read."""
-        self._error, self._unread = error, []
+        self._error = error
         self._news.set()
         self.close()
 
@@ -52,57 +50,58 @@ class Job:
         """The tokens since the last call, at least one; none: all were there."""
         try:
             async with asyncio.timeout_at(self.deadline):
-                while self.left and not self._unread and self._error is None:
+                while self._finished < len(self.requests) and not self._unread and not self._error:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             raise RequestError(504, "the answer takes longer than the server allows: ask for less") from None
-        if self._error is not None:
+        if self._error:
             raise self._error
         news, self._unread = self._unread, []
         return news
 
 
 class Worker:
-    """An engine with the thread that turns it. All but the thread itself runs in the event loop."""
+    """An engine and the thread that turns it; all but the thread itself runs in the event loop."""
 
     def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
         self.engine, self.metrics = engine, metrics
         self.most = most  # sequences that may run and wait
         self.failed: str | None = None  # why the engine has stopped
-        self._jobs: dict[int, Job] = {}  # by the numbers of their requests
+        self.jobs: dict[int, Job] = {}  # by the numbers of their requests
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake = threading.Event()
-        self._open = True
+        self._wake, self._open = threading.Event(), True
         self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
         self._thread.start()
 
-    def submit(self, wanted: list[tuple[Any, ...]], arrived: float, deadline: float) -> Job:
-        """A job of continuations, each given by the arguments of Engine.submit; all of them are taken, or none."""
+    def check(self, wanted: int) -> None:
+        """Refuse so many continuations if there is no place for them."""
         if self.failed is not None:
             raise RequestError(503, f"the engine has stopped ({self.failed}): restart the server")
-        if len(wanted) > self.most:
-            raise RequestError(400, f"{len(wanted)} sequences are too many: ask for at most {self.most} at a time")
-        if len(self._jobs) + len(wanted) > self.most:
+        if wanted > self.most:
+            raise RequestError(400, f"{wanted} sequences are too many: ask for at most {self.most} at a time")
+        if len(self.jobs) + wanted > self.most:
             raise RequestError(429, "too many sequences are waiting: try again later", code="queue_full")
+
+    def submit(self, wanted: list[tuple[Any, ...]], arrived: float, deadline: float) -> Job:
+        """A job of continuations, each given by the arguments of Engine.submit; all of them are taken, or none."""
+        self.check(len(wanted))
         self._loop = asyncio.get_running_loop()
-        requests: list[Request] = []
+        job = Job(self, arrived, deadline)
         try:
             for each in wanted:
-                requests.append(self.engine.submit(*each))
+                request = self.engine.submit(*each)
+                job.requests[request.number], self.jobs[request.number] = request, job
         except BaseException:
-            for request in requests:
-                self.engine.cancel(request)
+            job.close()
             raise
-        job = Job(self, requests, arrived, deadline)
-        self._jobs |= dict.fromkeys(job.requests, job)
         self._wake.set()
         return job
 
     def cancel(self, job: Job) -> None:
         """Take back what has not finished: its rows are free after the engine's next turn."""
         for number, request in job.requests.items():
-            if self._jobs.pop(number, None) is not None:
+            if self.jobs.pop(number, None) is not None:
                 self.engine.cancel(request)
         self._wake.set()
 
@@ -130,21 +129,18 @@ class Worker:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(call, *given)
 
-    def _deliver(self, events: list[Event]) -> None:
-        assert self._loop is not None
-        now = self._loop.time()
+    def _deliver(self, events: Iterable[Event]) -> None:
+        now = asyncio.get_running_loop().time()
         for event in events:
-            job = self._jobs.get(event.request)
-            if job is None:  # it was cancelled meanwhile
+            if (job := self.jobs.get(event.request)) is None:  # it was cancelled meanwhile
                 continue
-            name, since = job.timed[event.request]
-            self.metrics.time(name, now - since)
-            job.timed[event.request] = "token_latency_seconds", now
+            self.metrics.token(now, job.arrived, job.told.get(event.request))
+            job.told[event.request] = now
             if event.finish is not None:
-                del self._jobs[event.request]
+                del self.jobs[event.request]
                 self.metrics.finished(job.requests[event.request].result, self.engine.model.config.layers)
             job.tell(event)
 
     def _fail(self) -> None:
-        for job in set(self._jobs.values()):
+        for job in set(self.jobs.values()):
             job.fail(RequestError(500, f"the engine failed: {self.failed}"))
