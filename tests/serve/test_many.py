@@ -154,7 +154,7 @@ def test_a_client_that_does_not_read_holds_nobody(start, monkeypatch):
 
 
 def test_a_client_that_never_reads_again_is_dropped(start, monkeypatch):
-    monkeypatch.setattr("depthgate.serve.app_starlette._GRACE", 0.1)
+    monkeypatch.setattr("depthgate.serve.app_starlette.GRACE", 0.1)
     server = start(timeout=0.3)
 
     async def send(message):

@@ -12,10 +12,9 @@ from depthgate.serve.running import bound, build, listen, replicate
 def run(config: ServeConfig, as_json: bool) -> int:
     """Serve; print where, as soon as requests are taken. The exit code: 0, or 130 where requests were cut off."""
     address = bound(config.host, config.port)  # first: a model takes long to load
-    host = f"[{config.host}]" if ":" in config.host else config.host
     config = replace(config, port=address.getsockname()[1])
-    url = f"http://{host}:{config.port}"
-    if config.api_key_file is None and not config.host.startswith("127."):
+    url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+    if config.api_key_file is None and not config.host.startswith(("127.", "localhost", "::1")):
         print(f"depthgate: warning: anybody who reaches {url} may use it: give --api-key-file", file=sys.stderr)
 
     def ready() -> None:
@@ -28,5 +27,4 @@ def run(config: ServeConfig, as_json: bool) -> int:
         address.close()
         return replicate(config, ready)
     except ImportError as error:
-        extra = "serve" if config.replicas is None else "serve,ray"
-        raise DepthgateError(f"{error.name} is missing: pip install 'depthgate[{extra}]'") from None
+        raise DepthgateError(f"{error.name} is missing: pip install 'depthgate[serve,ray]'") from None

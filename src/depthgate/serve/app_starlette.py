@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import time
+from contextlib import suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -24,30 +25,25 @@ from depthgate.serve.config import ServeConfig
 from depthgate.serve.metrics import Metrics
 from depthgate.serve.worker import Worker
 
-_GRACE = 5.0  # seconds to send an error after the time is up
+GRACE = 5.0  # seconds to send an error after the time is up
 
 
 class App:
     """A model that is served."""
 
-    def __init__(self, model: LoadedDecoder, config: ServeConfig) -> None:
-        self.model, self.config, self.keys = model, config, config.keys()
+    def __init__(self, model: LoadedDecoder, config: ServeConfig, keys: list[bytes]) -> None:
+        self.model, self.config, self.keys = model, config, keys
         self.metrics, self.template = Metrics(), ChatTemplate(config.model)
         self.engine = Engine(model, rows=config.rows, memory=config.memory)
         self.worker = Worker(self.engine, config.rows + config.queue, self.metrics)
         self.stopping = False  # no new requests
         self.busy = 0  # requests that are being answered
         self.card = {"id": config.name, "object": "model", "created": int(time.time()), "owned_by": "depthgate"}
-        routes = [
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.complete, methods=["POST"]),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name}", self.models),
-            Route("/health", self.health),
-            Route("/metrics", self.figures),
-        ]
+        posts = [Route(f"/v1/{name}", self.complete, methods=["POST"]) for name in ("completions", "chat/completions")]
+        lists = [Route("/v1/models", self.models), Route("/v1/models/{name}", self.models)]
+        states = [Route("/health", self.health), Route("/metrics", self.figures)]
         errors = dict.fromkeys((DepthgateError, HTTPException, ClientDisconnect, Exception), _refused)
-        self.routed = Starlette(routes=routes, exception_handlers=errors)
+        self.routed = Starlette(routes=[*posts, *lists, *states], exception_handlers=errors)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def counted(message: Message) -> None:
@@ -105,24 +101,23 @@ class App:
             raise RequestError(404, message, "model", "model_not_found")
 
     async def _body(self, request: Request, deadline: float) -> bytes:
-        body, most = bytearray(), self.config.max_body
+        body = bytearray()
         try:
             async with asyncio.timeout_at(deadline):
                 async for part in request.stream():
                     body += part
-                    if len(body) > most:
-                        raise RequestError(413, f"the request has more than {most} bytes: send less")
+                    if len(body) > self.config.max_body:
+                        raise RequestError(413, f"the request has more than {self.config.max_body} bytes: send less")
         except TimeoutError:
             raise RequestError(408, "the request came too slowly: send it again") from None
         return bytes(body)
 
     def _wanted(self, asked: Asked) -> list[tuple[Any, ...]]:
-        """Arguments of Engine.submit for each continuation. Unless told, a completion has 16 tokens and the answer in
-        a chat has all that there is room for."""
-        most = self.config.max_tokens or self.engine.most
+        """Arguments of Engine.submit for each continuation. Unless told, a completion has 16 tokens, and the answer in
+        a chat as many as there is room for."""
+        most, chat = self.config.max_tokens or self.engine.most, asked.messages is not None
         if asked.sampling.get("max_new_tokens", 1) > most:
             raise RequestError(400, f"max_tokens is too large: ask for at most {most}", "max_tokens")
-        chat = asked.messages is not None
         wanted: list[tuple[Any, ...]] = []
         for prompt in read_prompts(self.model, [self.template.encode(asked.messages or [])] if chat else asked.prompt):
             ids = prompt.prompt_tokens
@@ -135,17 +130,16 @@ class _Stream(StreamingResponse):
     """An answer as it comes; its job ends with it, also where the client leaves or does not read."""
 
     def __init__(self, answer: Answer) -> None:
-        # Proxies such as nginx hold events back otherwise.
+        # The second: nginx would hold events back.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(answer.stream(), media_type="text/event-stream", headers=headers)
         self.job = answer.job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout_at(self.job.deadline + _GRACE):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            pass  # nobody reads
+            with suppress(TimeoutError):  # nobody reads
+                async with asyncio.timeout_at(self.job.deadline + GRACE):
+                    await super().__call__(scope, receive, send)
         finally:
             self.job.close()
 
@@ -168,7 +162,7 @@ async def _whole(answer: Answer, receive: Receive) -> Response:
 
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    # Not JSONResponse: what a client sends back to itself may hold half a surrogate pair, which is not UTF-8.
+    # Not JSONResponse: what is quoted from a request may hold half a surrogate pair, which has no UTF-8.
     return Response(json.dumps(value), status, headers, "application/json")
 
 

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.generation.config import Sampling
@@ -19,12 +19,8 @@ class RequestError(DepthgateError):
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 @dataclass
@@ -55,99 +51,91 @@ class Asked:
         return [Sampling(**given | {"seed": (seed + i) % 2**63}) for i in range(self.n)]
 
 
-def _kind(kind: Any, what: str) -> Check:
-    def check(value: Any, name: str) -> None:
-        if not isinstance(value, kind):
-            raise InvalidValueError(f"{name} is {str(value)[:60]!r}: it must be {what}")
-
-    return check
+def _check_kind(value: Any, name: str, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidValueError(f"{name} is {str(value)[:60]!r}: it must be {what}")
 
 
-def _only(neutral: Any) -> Check:
+def _check_neutral(value: Any, name: str, neutral: Any) -> None:
     """Take what is not done here where it asks for nothing."""
-
-    def check(value: Any, name: str) -> None:
-        if value != neutral:
-            raise InvalidValueError(f"{name} is not supported: leave it out, or give {json.dumps(neutral)}")
-
-    return check
+    if value != neutral:
+        raise InvalidValueError(f"{name} is not supported: leave it out, or give {json.dumps(neutral)}")
 
 
 def _check_stop(stop: Any, name: str) -> None:
-    _CHECKS["stop"](stop, name)
+    _SAMPLING["stop"](stop, name)
     texts = [stop] if isinstance(stop, str) else stop
     if len(texts) > 4 or any(len(text) > 256 for text in texts):  # every token is compared with all their beginnings
         raise InvalidValueError(f"{name} is too long: give at most 4 texts of at most 256 characters")
 
 
 def _check_stream_options(options: Any, name: str) -> None:
-    if not isinstance(options, dict) or not options.keys() <= {"include_usage"}:
-        raise InvalidValueError(f"{name} is {str(options)[:60]!r}: it must be an object with include_usage alone")
-    _flag(options.get("include_usage", False), f"{name}.include_usage")
+    _check_kind(options, name, dict, "an object")
+    for key, value in options.items():
+        if key != "include_usage" or not isinstance(value, bool):
+            raise InvalidValueError(
+                f"{name}.{key[:60]} is {str(value)[:60]!r}: give include_usage alone, true or false"
+            )
 
 
 def _check_messages(messages: Any, name: str) -> None:
-    _kind(list, "a list of messages")(messages or None, name)
+    _check_kind(messages or None, name, list, "a list of messages")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= {"role", "content", "name"}:
             raise InvalidValueError(f"{name}[{i}] must be an object with a role and a content, and a name at most")
         content = message["content"]
-        for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise InvalidValueError(f"{name}[{i}].content must be text, or a list of parts of the type text")
-        _text(message["role"], f"{name}[{i}].role")
-        _text(message.get("name", ""), f"{name}[{i}].name")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+        texts = [part["text"] if isinstance(part, dict) and part.keys() == {"type", "text"} else part for part in parts]
+        for each in (message["role"], message.get("name", ""), *texts):
+            _check_kind(each, f"{name}[{i}]", str, "made of text, or of parts of the type text")
 
 
-_CHECKS: dict[str, Check] = {each.name: each.metadata["check"] for each in fields(Sampling) if each.metadata}
-_text, _flag = _kind(str, "text"), _kind(bool, "true or false")
+_SAMPLING: dict[str, Check] = {each.name: each.metadata["check"] for each in fields(Sampling) if each.metadata}
+_text, _flag = (partial(_check_kind, kind=kind, what=what) for kind, what in ((str, "text"), (bool, "true or false")))
 
 # What to check, and the field of Asked or option of Sampling that is meant; None: it is taken, and changes nothing.
 _BOTH: dict[str, tuple[Check, str | None]] = {
     "model": (_text, "model"),
-    "max_tokens": (_CHECKS["max_new_tokens"], "max_new_tokens"),
-    **{name: (_CHECKS[name], name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
+    "max_tokens": (_SAMPLING["max_new_tokens"], "max_new_tokens"),
+    **{name: (_SAMPLING[name], name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     "stop": (_check_stop, "stop"),
     "seed": (partial(check_count, minimum=0, maximum=2**63 - 1), "seed"),
     "n": (partial(check_count, maximum=128), "n"),
     "stream": (_flag, "stream"),
     "stream_options": (_check_stream_options, "stream_options"),
     "user": (_text, None),
-    **{name: (_only(0), None) for name in ("frequency_penalty", "presence_penalty")},
-    "logit_bias": (_only({}), None),
+    "frequency_penalty": (partial(_check_neutral, neutral=0), None),
+    "presence_penalty": (partial(_check_neutral, neutral=0), None),
+    "logit_bias": (partial(_check_neutral, neutral={}), None),
 }
 COMPLETION = _BOTH | {
-    "prompt": (_kind(str | list, "text, token ids, or a list of either"), "prompt"),
+    "prompt": (partial(_check_kind, kind=str | list, what="text, token ids, or a list of either"), "prompt"),
     "logprobs": (partial(check_count, minimum=0, maximum=5), "logprobs"),
-    "best_of": (_only(1), None),
-    "echo": (_only(False), None),
-    "suffix": (_only(""), None),
+    "best_of": (partial(_check_neutral, neutral=1), None),
+    "echo": (partial(_check_neutral, neutral=False), None),
+    "suffix": (partial(_check_neutral, neutral=""), None),
 }
 CHAT = _BOTH | {
     "messages": (_check_messages, "messages"),
     "max_completion_tokens": _BOTH["max_tokens"],
     "logprobs": (_flag, "logprobs"),
     "top_logprobs": (partial(check_count, minimum=0, maximum=20), "top_logprobs"),
-    "tools": (_only([]), None),
-    "response_format": (_only({"type": "text"}), None),
+    "tools": (partial(_check_neutral, neutral=[]), None),
+    "response_format": (partial(_check_neutral, neutral={"type": "text"}), None),
 }
 
 
 def read(body: bytes, chat: bool) -> Asked:
     """The request in a body; what is unknown, wrong or not done here is refused by its name."""
     try:
-        given = json.loads(body.decode(), parse_constant=_not_json)
+        given = json.loads(body.decode())
+        _check_kind(given, "the body", dict, "a JSON object")
     except (ValueError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
-    if not isinstance(given, dict):
-        raise RequestError(400, f"the body is a {type(given).__name__}: it must be a JSON object")
-    known, needed = (CHAT, "messages") if chat else (COMPLETION, "prompt")
-    asked = Asked()
+        raise RequestError(400, f"the body is not a request in JSON and UTF-8: {str(error)[:200]}") from None
+    known, needed, asked = CHAT if chat else COMPLETION, "messages" if chat else "prompt", Asked()
     for name, value in given.items():
         if name not in known:
-            raise RequestError(
-                400, f"{name[:60]!r} is not a known parameter: leave it out", name[:60], "unknown_parameter"
-            )
+            raise RequestError(400, f"{name[:60]!r} is not a known parameter: leave it out", name[:60])
         check, meaning = known[name]
         if value is None:
             continue
@@ -160,9 +148,5 @@ def read(body: bytes, chat: bool) -> Asked:
         elif meaning is not None:
             asked.sampling[meaning] = value
     if getattr(asked, needed) is None:
-        raise RequestError(400, f"{needed} is missing: give some", needed, "missing_parameter")
+        raise RequestError(400, f"{needed} is missing: give some", needed)
     return asked
-
-
-def _not_json(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")

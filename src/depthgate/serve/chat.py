@@ -11,27 +11,30 @@ from depthgate.serve.asked import RequestError
 
 
 class ChatTemplate:
-    """The template of a model's tokenizer, or of none."""
+    """The chat template of a model's folder, if it has one."""
 
     def __init__(self, model: str) -> None:
         self.tokenizer: Any = None  # of transformers
-        homes = (home := Path(model), home / TOKENIZER, home.absolute().parent / TOKENIZER)
-        folder = homes[0] if is_hugging_face(home) else homes[1] if homes[1].is_dir() else homes[2]
+        home, run = Path(model), Path(model, TOKENIZER)
+        folder = home if is_hugging_face(home) else run if run.is_dir() else home.absolute().parent / TOKENIZER
         config = folder / "tokenizer_config.json"
         if any(folder.glob("chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes()):
             from depthgate.hf.folder import find_tokenizer
 
-            found = find_tokenizer(folder)
-            self.tokenizer = found if getattr(found, "chat_template", None) else None
+            self.tokenizer = find_tokenizer(folder)
 
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
         """The ids of a conversation, to be continued by the model's answer. Special tokens are those of the template:
         where somebody's words spell one, they stay words."""
-        if self.tokenizer is None:
+        if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestError(400, "the model's tokenizer has no chat template: use /v1/completions", "messages")
-        mark = secrets.token_hex(16)
-        specials = "|".join(map(re.escape, self.tokenizer.all_special_tokens))
-        told = [{**each, "content": re.sub(specials, lambda m: _halved(m[0], mark), _words(each))} for each in messages]
+        mark = secrets.token_hex(16)  # cuts such words in two
+        added = self.tokenizer.added_tokens_decoder.values()
+        special = "|".join(re.escape(token.content) for token in added if token.special) or "(?!)"
+        told = [
+            {**each, "content": re.sub(special, lambda found: found[0][:1] + mark + found[0][1:], _words(each))}
+            for each in messages
+        ]
         try:
             text = self.tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates refuse conversations in words of their own
@@ -43,7 +46,3 @@ class ChatTemplate:
 def _words(message: dict[str, Any]) -> str:
     content = message["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
-def _halved(text: str, mark: str) -> str:
-    return text[:1] + mark + text[1:]

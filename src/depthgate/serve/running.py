@@ -20,21 +20,19 @@ def build(config: ServeConfig) -> Any:
     """The application, with its model loaded."""
     from depthgate.serve.app_starlette import App
 
-    config.keys()  # before a model is loaded for nothing
-    return App(load(config.model).to(resolve_device(config.device)), config)
+    keys = config.keys()  # before a model is loaded for nothing
+    return App(load(config.model).to(resolve_device(config.device)), config, keys)
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket with an address of its own, which nobody can connect to yet."""
+    """A socket with an address, which nobody can connect to yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
-        raise DepthgateError(
-            f"cannot listen on {host}, port {port} ({error.strerror}): name another with --port"
-        ) from None
+        raise DepthgateError(f"cannot listen on {host}, port {port} ({error.strerror}): name another") from None
     return found
 
 
@@ -65,9 +63,16 @@ def listen(app: Any, address: socket.socket, ready: Callable[[], None]) -> int:
 
 
 def replicate(config: ServeConfig, ready: Callable[[], None]) -> int:
-    """Serve from several processes with a model each, under Ray Serve, until a signal comes."""
+    """Serve from several processes with a model each, under Ray Serve, until a signal comes; the exit code."""
     import ray
     from ray import serve
+
+    class Replica:
+        app: Any
+
+        def check_health(self) -> None:
+            """Raise where the engine has stopped: Ray then starts another replica."""
+            self.app.worker.check(0)
 
     paths = {name: os.path.abspath(path) for name in ("model", "api_key_file") if (path := getattr(config, name))}
     config = replace(config, **paths)  # replicas have other working folders
@@ -83,8 +88,7 @@ def replicate(config: ServeConfig, ready: Callable[[], None]) -> int:
     try:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": config.host, "port": config.port})
-        app: Any = serve.ingress(lambda: build(config))()
-        deployment: Any = serve.deployment(app, **how)
+        deployment: Any = serve.deployment(serve.ingress(lambda: build(config))(Replica), **how)
         serve.run(deployment.bind(), name="depthgate", route_prefix="/")
         with handled(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
             ready()
