@@ -94,6 +94,6 @@ def replicate(config: ServeConfig, ready: Callable[[], None]) -> int:
             ready()
             stop.wait()
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        serve.delete("depthgate")  # and nothing else that may run on the cluster
         ray.shutdown()
     return 0
