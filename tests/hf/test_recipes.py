@@ -1,5 +1,4 @@
-"""The recipes of docs/huggingface.md, a real step each: HF Trainer, TRL SFT, PEFT LoRA; and continuous batching, which
-routed models refuse."""
+"""The recipes of docs/huggingface.md, a real step each: HF Trainer, TRL SFT, PEFT LoRA."""
 
 import inspect
 from pathlib import Path
@@ -149,11 +148,3 @@ def test_transformers_serve_loads_a_model_whose_class_it_is_shown(folder, monkey
     server.attn_implementation, server.dtype, server.device, server.trust_remote_code = None, "auto", "cpu", False
     server.get_quantization_config = lambda: None
     assert type(server._load_model(f"{folder}@main")) is MoDLlamaForCausalLM
-
-
-def test_continuous_batching_is_refused(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with pytest.raises(dg.DepthgateError, match="continuous batching"):
-        model.generate_batch(inputs=[[3, 4, 5]], generation_config=model.generation_config)
-    with pytest.raises(dg.DepthgateError, match="continuous batching"):
-        model.init_continuous_batching()

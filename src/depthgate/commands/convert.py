@@ -10,7 +10,7 @@ from depthgate.checkpoint.store import MANIFEST, steps
 from depthgate.config import ConvertConfig
 from depthgate.errors import InvalidValueError
 from depthgate.hf.conversion import check_new, check_same, convert_folder, probe_for, save
-from depthgate.hf.decoder_weights import export
+from depthgate.hf.export import export
 from depthgate.loading import is_hugging_face, load
 
 _ROUTING = ("capacity", "layers", "gate", "rule", "text")  # options that mean nothing for a run

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 
 from depthgate.hf.classes import register
 from depthgate.hf.conversion import convert, layer_changes, set_capacity
-from depthgate.hf.decoder_weights import export, to_decoder
+from depthgate.hf.decoder_weights import to_decoder
+from depthgate.hf.export import export
 from depthgate.hf.families import Routing
 from depthgate.hf.layer import routed_layers
 

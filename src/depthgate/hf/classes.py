@@ -75,11 +75,11 @@ class RoutedModel(_Base):  # type: ignore[misc]
         super().__init__(config, *args, **kwargs)
         install(self)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002
-        """Refuse: its cache has a place for every token of every layer, and skipping leaves places empty."""
-        raise DepthgateError("routed models cannot do continuous batching: use generate, on padded batches")
+    def init_continuous_batching(self, generation_config: Any = None, *_: Any, **__: Any) -> Any:
+        """Our engine in place of transformers' batches, whose cache has a place for every token of every layer."""
+        from depthgate.hf.batching_transformers import Manager
 
-    generate_batch = continuous_batching_context_manager = init_continuous_batching
+        return Manager(self, generation_config or self.generation_config)
 
     def initialize_weights(self) -> None:
         """Initialise the weights that a checkpoint does not hold: such routers are neutral."""

@@ -1,20 +1,18 @@
-"""`dg.hf.export` and `dg.hf.to_decoder`: our Decoder as a Llama or Qwen3 of transformers, and back, by one table. Where
-it has parts that these lack, it becomes a model of transformers as it is.
+"""`dg.hf.to_decoder`: a Llama or Qwen3 of transformers as our Decoder, by a table that export.py reads the other way.
 
 Rotary positions turn the same pairs in both. Weights that one model stacks and the other keeps apart are stacked along
 their rows, in the order of the table.
 """
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from depthgate.config import ModelConfig
-from depthgate.errors import DepthgateError, InvalidValueError, check_choice
+from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import swiglu_hidden
-from depthgate.hf.classes import model_class, register
-from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, modeling
+from depthgate.hf.families import OURS, PREFIX, VALUES, Routing
 from depthgate.model import Decoder
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
@@ -99,44 +97,6 @@ def our_values(config: Any) -> ModelConfig:
         for i in routing.layers:
             kinds[i] = "mod"
     return ModelConfig(**values, qk_norm=KINDS[kind], rope_base=said["rope_theta"], pattern=",".join(kinds))
-
-
-@torch.no_grad()
-def export(decoder: Decoder, to: str | None = None) -> Any:
-    """A transformers model that computes what a Decoder does: Qwen3 if it normalises queries and keys, else Llama,
-    routed if the Decoder is; or, where these lack a part of it, a DepthgateForCausalLM, which holds the Decoder as it
-    is. `to` names the one that it must be: qwen3, llama or depthgate. Weights are copied."""
-    if not isinstance(decoder, Decoder):
-        raise InvalidValueError(f"decoder is a {type(decoder).__name__}: it must be a dg.Decoder")
-    ours = decoder.config
-    family = "qwen3" if ours.qk_norm else "llama"
-    lacking = [f"{each} layers" for each in sorted(set(ours.kinds) - {"dense", "mod"})]
-    lacking += [name for name in ("key_shift", "embed_norm", "router_norm") if getattr(ours, name)]
-    kind = check_choice(to or (OURS if lacking else family), "to", (*KINDS, OURS))
-    if lacking and kind != OURS:
-        raise InvalidValueError(f"to is {to!r}, which has no {lacking[0]}: write the model as {OURS}")
-    if kind not in (family, OURS):
-        raise InvalidValueError(f"qk_norm is {str(ours.qk_norm).lower()}, which {to} is not: write it as {family}")
-    register()  # refuses where transformers is missing
-    from transformers import initialization
-
-    dtype = decoder.embed.weight.dtype
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps  # as nn.RMSNorm has it
-    tokenizer = getattr(decoder, "tokenizer", None)
-    ends = {"bos_token_id": None, "eos_token_id": None if tokenizer is None else tokenizer.end}
-    values = {"depthgate": asdict(ours)} if kind == OURS else their_values(ours, eps)
-    made = model_class(kind) if "depthgate" in values else getattr(modeling(kind), FAMILIES[kind].model)
-    with initialization.no_init_weights():  # all of them come from the decoder
-        model = made(made.config_class(**values, **ends, dtype=dtype))
-    model = model.to(decoder.embed.weight.device, dtype)
-    held = model.state_dict()
-    for mine, weight in decoder.state_dict().items():
-        theirs = theirs_of(mine, kind)
-        parts = [weight] if len(theirs) == 1 else weight.split([len(held[name]) for name in theirs])
-        for name, part in zip(theirs, parts, strict=True):
-            held[name].copy_(part)
-    model.tie_weights()
-    return model.train(decoder.training)
 
 
 def to_decoder(model: Any, kind: type[AnyDecoder] = Decoder) -> AnyDecoder:  # type: ignore[assignment]
