@@ -15,7 +15,11 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.data.tokenizer import ByteTokenizer
+from depthgate.loading import LoadedDecoder
 from depthgate.serve import worker
+from depthgate.serve.app_starlette import App
+from depthgate.serve.config import ServeConfig
 from tests.serve.test_refusals import PROMPT, ask
 
 LONG = {"prompt": "a", "max_tokens": 200, "temperature": 0.9, "seed": 1}
@@ -176,6 +180,26 @@ def test_logits_that_are_not_finite_fail_that_request_alone(start):
     weight.data[ord("z")] = kept
     assert ask(server, body=PROMPT)[0] == 200
     assert empty(server)()
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(folder):
+    """As in models whose vocabulary was made round."""
+    torch.manual_seed(0)
+    model = LoadedDecoder(dg.ModelConfig(vocab=400, dim=16, layers=2, heads=2, context=64)).eval()
+    model.tokenizer = ByteTokenizer()
+    (result,) = dg.generate(model, "abc", max_new_tokens=60, seed=1)
+    assert max(result.tokens) > 256
+    assert result.text == model.tokenizer.decode([i for i in result.tokens if i < 257])
+    app = App(model, ServeConfig(model=folder), [])
+    told = []
+
+    async def send(message):
+        told.append(message.get("body", b""))
+
+    asked = {"prompt": "abc", "max_tokens": 60, "seed": 1, "logprobs": 5}
+    asyncio.run(asgi(app, send, asked))
+    assert json.loads(b"".join(told))["choices"][0]["text"] == result.text
+    app.worker.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

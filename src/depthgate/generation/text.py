@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from depthgate.data.tokenizer import TextTokenizer
+from depthgate.data.tokenizer import MOST_IDS, TextTokenizer
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.config import Sampling
 from depthgate.model import Decoder
@@ -145,10 +145,14 @@ def pieces(tokens: Sequence[int], tokenizer: TextTokenizer, stop: Sequence[str] 
 
 
 def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
-    """A function that takes ids one by one, and None at the end, and returns the text that each adds."""
+    """A function that takes ids one by one, and None at the end, and returns the text that each adds. A model may have
+    more ids than its tokenizer knows (its vocabulary is made round): these add none."""
+    vocab = getattr(tokenizer, "vocab", MOST_IDS)
     if isinstance(tokenizer, TextTokenizer) and tokenizer.token_bytes:
         utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        return lambda token: utf8.decode(b"" if token is None else tokenizer.decode_bytes([token]), token is None)
+        return lambda token: utf8.decode(
+            b"" if token is None or token >= vocab else tokenizer.decode_bytes([token]), token is None
+        )
     ids: list[int] = []
     given = ""
 
@@ -157,7 +161,7 @@ def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
         # completed by the next token. Where text that was given out is rewritten, everything from the first difference
         # on is given out again: some may be there twice, none is lost.
         nonlocal given
-        ids.extend([] if token is None else [token])
+        ids.extend([] if token is None or token >= vocab else [token])
         text = tokenizer.decode(ids).rstrip("" if token is None else "\ufffd")
         before, given = given, text
         if text.startswith(before):
