@@ -44,10 +44,10 @@ class Server:
         return self.code
 
     @contextmanager
-    def held(self):
-        """Let the engine wait before its next turn, until the block ends."""
+    def held(self, fault=None):
+        """Let the engine wait before its next turn, until the block ends; then go on, or with a fault."""
         go, turn = threading.Event(), self.app.engine.turn
-        self.app.engine.turn = lambda: (go.wait(), turn())[1]
+        self.app.engine.turn = lambda: (go.wait(), (fault or turn)())[1]
         try:
             yield
         finally:

@@ -6,8 +6,11 @@ import socket
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from depthgate.cli import main
+from depthgate.serve import asked
 
 PROMPT = {"prompt": "a", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -110,6 +113,8 @@ def test_wrong_completions(server, given, param, words):
         ({"messages": [{"role": 1, "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
+        ({"messages": [{"role": "user", "content": "<|endoftext|>" * 50_000}]}, None),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 21}, "top_logprobs"),
@@ -136,6 +141,25 @@ def test_bodies_that_are_not_requests(server, body):
     assert (status, error["type"]) == (400, "invalid_request_error")
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([2**63, -1e308]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(asked.COMPLETION | asked.CHAT)), JSON, max_size=4), st.booleans())
+def test_whatever_is_sent_no_request_fails_the_server(server, given, chat):
+    usual = CHAT if chat else PROMPT
+    line = http.client.HTTPConnection("127.0.0.1", server.port)
+    line.request("POST", "/v1/chat/completions" if chat else "/v1/completions", json.dumps({**usual, **given}))
+    answer = line.getresponse()
+    told = answer.read()
+    assert answer.status in (200, 400, 404), told
+    assert answer.status != 200 or b'"error"' not in told
+    line.close()
+
+
 def test_neutral_values_of_what_is_not_done_are_taken(server):
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "echo": False}
     assert ask(server, body={**PROMPT, **neutral, "suffix": None, "user": "me", "stop": None, "seed": None})[0] == 200
@@ -147,6 +171,7 @@ def test_unknown_models_places_and_methods(server):
     assert "'tiny'" in error["message"]
     assert ask(server, "/v1/embeddings", PROMPT)[0] == 404
     assert ask(server, "/../../etc/passwd", method="GET")[0] == 404
+    assert ask(server, body=PROMPT, Host="[::1")[0] == 200
     assert ask(server, method="GET")[0] == 405
     assert ask(server, method="DELETE")[0] == 405
 

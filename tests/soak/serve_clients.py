@@ -2,7 +2,7 @@
 
 A server in a process of its own, and real `openai` clients with random prompts, lengths and seeds, streamed or whole; a
 third of them leave midway. Whatever comes must be what dg.generate says, nothing may be lost, all rows must be free in
-the end, and the memory of the server must not grow after the first third. Without a model, a small random one is served.
+the end, and the server's memory must not grow after the first third. Unless given, a small model is trained first.
 """
 
 import argparse

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import os
 import secrets
 import time
 from contextlib import suppress
 from typing import Any
 
+import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -16,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from depthgate.errors import DepthgateError
 from depthgate.generation.engine import Engine
-from depthgate.generation.text import read_prompts
+from depthgate.generation.text import Generation, read_prompts
 from depthgate.loading import LoadedDecoder
 from depthgate.serve.answer import Answer
 from depthgate.serve.asked import Asked, RequestError, read
@@ -34,7 +36,7 @@ class App:
     def __init__(self, model: LoadedDecoder, config: ServeConfig, keys: list[bytes]) -> None:
         self.model, self.config, self.keys = model, config, keys
         self.metrics, self.template = Metrics(), ChatTemplate(config.model)
-        self.engine = Engine(model, rows=config.rows, memory=config.memory)
+        self.engine = Engine(model, rows=config.rows, memory=config.memory or _room(model, config.rows))
         self.worker = Worker(self.engine, config.rows + config.queue, self.metrics)
         self.stopping = False  # no new requests
         self.busy = 0  # requests that are being answered
@@ -80,9 +82,9 @@ class App:
         self._admit(request)
         arrived = asyncio.get_running_loop().time()
         deadline = arrived + self.config.timeout
-        asked = read(await self._body(request, deadline), request.url.path.startswith("/v1/chat"))
+        asked = read(await self._body(request, deadline), request.scope["path"].startswith("/v1/chat"))
         self._check_model(asked.model)
-        self.worker.check(asked.n)  # before any work
+        self.worker.check(asked.sequences)  # before any work
         wanted = await asyncio.to_thread(self._wanted, asked)
         answer = Answer(asked, self.worker.submit(wanted, arrived, deadline), self.model, self.config.name)
         return _Stream(answer) if asked.stream else await _whole(answer, request.receive)
@@ -113,17 +115,27 @@ class App:
         return bytes(body)
 
     def _wanted(self, asked: Asked) -> list[tuple[Any, ...]]:
-        """Arguments of Engine.submit for each continuation. Unless told, a completion has 16 tokens, and the answer in
+        """Arguments of Engine.add for each continuation. Unless told, a completion has 16 tokens, and the answer in
         a chat as many as there is room for."""
         most, chat = self.config.max_tokens or self.engine.most, asked.messages is not None
         if asked.sampling.get("max_new_tokens", 1) > most:
             raise RequestError(400, f"max_tokens is too large: ask for at most {most}", "max_tokens")
         wanted: list[tuple[Any, ...]] = []
-        for prompt in read_prompts(self.model, [self.template.encode(asked.messages or [])] if chat else asked.prompt):
-            ids = prompt.prompt_tokens
+        for known in read_prompts(self.model, [self.template.encode(asked.messages or [])] if chat else asked.prompt):
+            text, ids = known.prompt, known.prompt_tokens
             longest = min(most, max(1, self.engine.most - len(ids)) if chat else 16)
-            wanted += [(ids, sampling, asked.likeliest) for sampling in asked.samplings(longest)]
+            wanted += [(Generation(text, ids), each, asked.likeliest) for each in asked.samplings(longest)]
         return wanted
+
+
+def _room(model: LoadedDecoder, rows: int) -> int | None:
+    """Tokens whose keys and values take half of the free memory; None: that is more than the rows can hold."""
+    config, weight = model.config, model.embed.weight
+    layers = config.layers - len(config.routed) * max(0, 1 - 2 * config.capacity)  # as the engine has pages for them
+    size = 2 * (config.kv_heads or config.heads) * config.head_size * weight.element_size() * layers
+    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else machine
+    return None if rows * (config.context + 256) * size < free / 2 else max(256, int(free / 2 / size))
 
 
 class _Stream(StreamingResponse):

@@ -38,6 +38,12 @@ class Asked:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def sequences(self) -> int:
+        """How many continuations are asked for."""
+        prompts = sum(isinstance(each, str | list) for each in self.prompt) if isinstance(self.prompt, list) else 1
+        return self.n * max(1, prompts)
+
+    @property
     def likeliest(self) -> int | None:
         """How many of the likeliest tokens to show next to each; None: no probabilities at all."""
         if self.messages is None:

@@ -1,11 +1,11 @@
 """Conversations as token ids, by the template that a tokenizer comes with."""
 
-import re
 import secrets
 from pathlib import Path
 from typing import Any
 
 from depthgate.checkpoint.store import TOKENIZER
+from depthgate.data.sources import utf8
 from depthgate.loading import is_hugging_face
 from depthgate.serve.asked import RequestError
 
@@ -29,20 +29,18 @@ class ChatTemplate:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise RequestError(400, "the model's tokenizer has no chat template: use /v1/completions", "messages")
         mark = secrets.token_hex(16)  # cuts such words in two
-        added = self.tokenizer.added_tokens_decoder.values()
-        special = "|".join(re.escape(token.content) for token in added if token.special) or "(?!)"
-        told = [
-            {**each, "content": re.sub(special, lambda found: found[0][:1] + mark + found[0][1:], _words(each))}
-            for each in messages
-        ]
+        told = [{**message, "content": self._words(message["content"], mark)} for message in messages]
         try:
             text = self.tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates refuse conversations in words of their own
             raise RequestError(400, f"the chat template refuses the messages: {str(error)[:200]}", "messages") from None
-        encode = self.tokenizer.backend_tokenizer.encode
-        return [token for part in text.split(mark) for token in encode(part, add_special_tokens=False).ids]
+        parts = [utf8(part, "a message").decode() for part in text.split(mark)]
+        found = self.tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        return [token for part in found for token in part.ids]
 
-
-def _words(message: dict[str, Any]) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    def _words(self, content: Any, mark: str) -> str:
+        words = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        for token in self.tokenizer.added_tokens_decoder.values():
+            if token.special:
+                words = words.replace(token.content, token.content[:1] + mark + token.content[1:])
+        return words

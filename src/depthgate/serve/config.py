@@ -18,7 +18,7 @@ class ServeConfig(Options):
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
     rows: int = count(64, "sequences decoded at once", maximum=2**16)
     memory: int | None = count(
-        None, "tokens of which keys and values are held in all; what the engine chooses if not given"
+        None, "tokens whose keys and values are held in all; unless given, as many as take half of the free memory"
     )
     queue: int = count(256, "sequences that may wait for a row; further requests are refused", minimum=0)
     timeout: float = number(600.0, "(0, 1e9]", "seconds that a request may take, its waiting and its sending included")

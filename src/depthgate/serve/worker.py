@@ -84,13 +84,13 @@ class Worker:
             raise RequestError(429, "too many sequences are waiting: try again later", code="queue_full")
 
     def submit(self, wanted: list[tuple[Any, ...]], arrived: float, deadline: float) -> Job:
-        """A job of continuations, each given by the arguments of Engine.submit; all of them are taken, or none."""
+        """A job of continuations, each given by the arguments of Engine.add; all of them are taken, or none."""
         self.check(len(wanted))
         self._loop = asyncio.get_running_loop()
         job = Job(self, arrived, deadline)
         try:
             for each in wanted:
-                request = self.engine.submit(*each)
+                request = self.engine.add(*each)
                 job.requests[request.number], self.jobs[request.number] = request, job
         except BaseException:
             job.close()
