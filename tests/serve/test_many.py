@@ -181,24 +181,40 @@ def test_logits_that_are_not_finite_fail_that_request_alone(start):
     assert empty(server)()
 
 
-def test_ids_that_the_tokenizer_does_not_know_have_no_text(folder):
-    """As in models whose vocabulary was made round."""
-    torch.manual_seed(0)
-    model = LoadedDecoder(dg.ModelConfig(vocab=400, dim=16, layers=2, heads=2, context=64)).eval()
-    model.tokenizer = ByteTokenizer()
-    (result,) = dg.generate(model, "abc", max_new_tokens=60, seed=1)
-    assert max(result.tokens) > 256
-    assert result.text == model.tokenizer.decode([i for i in result.tokens if i < 257])
-    app = App(model, ServeConfig(model=folder), [])
+def answered(app, body):
+    """The answer of an application without a server around it."""
     told = []
 
     async def send(message):
-        told.append(message.get("body", b""))
+        told.append(message.get("body", message.get("status")))
 
-    asked = {"prompt": "abc", "max_tokens": 60, "seed": 1, "logprobs": 5}
-    asyncio.run(asgi(app, send, asked))
-    assert json.loads(b"".join(told))["choices"][0]["text"] == result.text
+    asyncio.run(asgi(app, send, body))
     app.worker.close()
+    return told[0], json.loads(b"".join(told[1:]))
+
+
+def random_model(**shape):
+    torch.manual_seed(0)
+    model = LoadedDecoder(dg.ModelConfig(**{"dim": 16, "layers": 2, "heads": 2} | shape)).eval()
+    model.tokenizer = ByteTokenizer()
+    return model
+
+
+def test_ids_that_the_tokenizer_does_not_know_have_no_text(folder):
+    """As in models whose vocabulary was made round."""
+    model = random_model(vocab=400)
+    (result,) = dg.generate(model, "abc", max_new_tokens=60, seed=1)
+    assert max(result.tokens) > 256
+    assert result.text == model.tokenizer.decode([i for i in result.tokens if i < 257])
+    asked = {"prompt": "abc", "max_tokens": 60, "seed": 1, "logprobs": 5}
+    status, answer = answered(App(model, ServeConfig(model=folder), []), asked)
+    assert (status, answer["choices"][0]["text"]) == (200, result.text)
+
+
+def test_a_request_that_never_fits_into_memory_is_refused(folder):
+    app = App(random_model(context=600), ServeConfig(model=folder, memory=300), [])
+    status, answer = answered(app, {"prompt": "a" * 200, "max_tokens": 100})
+    assert (status, "there is memory for 256" in answer["error"]["message"]) == (400, True)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

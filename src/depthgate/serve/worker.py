@@ -11,7 +11,7 @@ from depthgate.generation.text import Event
 from depthgate.serve.asked import RequestError
 from depthgate.serve.metrics import Metrics
 
-MOST_UNREAD = 4096  # tokens that a client may be behind
+MOST_UNREAD = 4096  # tokens of each sequence that a client may be behind
 
 
 class Job:
@@ -33,7 +33,7 @@ class Job:
         self._news.set()
         if event.finish == "error":
             self.fail(RequestError(500, "the model's logits are not finite: check its weights"))
-        elif len(self._unread) > MOST_UNREAD:
+        elif len(self._unread) > MOST_UNREAD * len(self.requests):
             self.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
 
     def fail(self, error: RequestError) -> None:
