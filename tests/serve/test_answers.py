@@ -128,7 +128,7 @@ def test_a_chat_is_the_template_continued(server, model):
     assert {part.object for part in parts} == {"chat.completion.chunk"}
     assert "".join(part.choices[0].delta.content for part in parts) == result.text
     assert [part.choices[0].delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
-    shown = [part.choices[0].logprobs.content[0] for part in parts]
+    shown = [token for part in parts for token in part.choices[0].logprobs.content]
     assert [bytes(each.bytes)[:1] for each in shown] == [bytes([i]) if i < 256 else b"<" for i in result.tokens]
     assert all(len(each.top_logprobs) == 2 for each in shown)
     longest = client.chat.completions.create(**how)  # as much as there is room for, unless it ends before

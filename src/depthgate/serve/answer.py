@@ -30,27 +30,34 @@ class Answer:
 
     async def whole(self) -> dict[str, Any]:
         """The answer when all of it is there."""
-        told: dict[int, list[Event]] = {number: [] for number in self.job.requests}
+        told: list[Event] = []
         while news := await self.job.news():
-            for event in news:
-                told[event.request].append(event)
-        choices = [self._choice(events, "message") for events in told.values()]
+            told += news
+        choices = [self._choice(events, "message") for events in self._apart(told)]
         return {**self.head, "choices": choices, "usage": self._usage()}
 
     async def stream(self) -> AsyncIterator[str]:
-        """The answer as server-sent events: one for each token that has something to show."""
+        """The answer as server-sent events: one for each token that has something to show; tokens of a continuation
+        that came while the client was reading go together."""
         usage = {"usage": None} if self.asked.stream_options.get("include_usage") else {}
         head = self.head | {"object": f"{self.kind}.chunk" if self.chat else self.kind} | usage
         try:
             while news := await self.job.news():
-                for event in news:
-                    if event.text or event.finish is not None or self.asked.likeliest is not None:
-                        yield _data({**head, "choices": [self._choice([event], "delta")]})
+                for events in self._apart(news):
+                    if self.asked.likeliest is not None or any(event.text or event.finish for event in events):
+                        yield _data({**head, "choices": [self._choice(events, "delta")]})
             if usage:
                 yield _data({**head, "choices": [], "usage": self._usage()})
             yield "data: [DONE]\n\n"
         except RequestError as error:
             yield _data(error.body)
+
+    def _apart(self, events: list[Event]) -> list[list[Event]]:
+        """Tokens by the continuation that they belong to."""
+        found: dict[int, list[Event]] = {number: [] for number in self.job.requests}
+        for event in events:
+            found[event.request].append(event)
+        return [each for each in found.values() if each]
 
     def _choice(self, events: list[Event], name: str) -> dict[str, Any]:
         """Some tokens of a continuation, or all of them."""
