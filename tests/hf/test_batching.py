@@ -42,11 +42,11 @@ def test_a_batch_is_what_generate_says(model):
     found = model.generate_batch(PROMPTS, generation_config=config)
     assert [each.generated_tokens for each in found.values()] == [generated(model, p) for p in PROMPTS]
     assert all(each.is_finished() and each.error is None for each in found.values())
-    end = found["req_1"].generated_tokens[5]
+    end = list(found.values())[1].generated_tokens[5]
     config.eos_token_id = [end, 1]
     cut = model.generate_batch(PROMPTS, generation_config=config)
     assert [each.generated_tokens for each in cut.values()] == [generated(model, p) for p in PROMPTS]
-    assert cut["req_1"].generated_tokens[-1] == end
+    assert list(cut.values())[1].generated_tokens[-1] == end
     config.eos_token_id = 2
 
 
@@ -59,7 +59,7 @@ def test_sampling_follows_the_config_and_torchs_seed(model):
         torch.manual_seed(seed)
         names = manager.add_requests(PROMPTS)
         manager.stop()
-        found = {each.request_id: each.generated_tokens for each in manager}
+        found = {each.request_id: each.generated_tokens for each in manager.request_id_iter(None)}
         return [found[name] for name in names]
 
     assert said(1) == said(1) != said(2)
@@ -84,7 +84,7 @@ def test_requests_come_and_go(model):
     other = manager.add_request([1, 7], max_new_tokens=3, eos_token_id=-1)
     manager.stop()  # what runs is finished
     assert not manager.is_running()
-    assert [each.request_id for each in manager] == [other]
+    assert [each.request_id for each in manager.request_id_iter(None)] == [other]
     assert manager.engine.running == manager.engine.waiting == 0
 
 
