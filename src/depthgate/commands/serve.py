@@ -27,4 +27,6 @@ def run(config: ServeConfig, as_json: bool) -> int:
         address.close()
         return replicate(config, ready)
     except ImportError as error:
-        raise DepthgateError(f"{error.name} is missing: pip install 'depthgate[serve,ray]'") from None
+        raise DepthgateError(
+            f"{str(error.name).partition('.')[0]} is missing: pip install 'depthgate[serve,ray]'"
+        ) from None
