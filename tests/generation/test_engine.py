@@ -175,6 +175,31 @@ def test_a_row_without_finite_logits_ends_and_the_others_go_on():
         dg.generate(model, [[1, 7]], engine=True)
 
 
+def test_a_tokenizer_that_fails_ends_its_request_alone(monkeypatch):
+    model = built(vocab=257)
+    model.tokenizer = ByteTokenizer()
+    engine = Engine(model)
+    broken = engine.submit("ab", Sampling(max_new_tokens=4, temperature=0))
+    fine = engine.submit("c", Sampling(max_new_tokens=4, temperature=0))
+    monkeypatch.setattr(broken.stream, "_decode", lambda token: 1 / 0)
+    events = finish(engine)
+    assert [event.finish for event in events[broken.number]] == ["error"]
+    assert isinstance(broken.fault, ZeroDivisionError)
+    assert said([fine.result]) == said(dg.generate(model, "c", max_new_tokens=4, temperature=0))
+    assert idle(engine)
+
+
+@pytest.mark.parametrize("pages", [0, 3, 10**9])
+def test_memory_is_half_of_what_is_free_and_what_the_rows_can_hold(monkeypatch, pages):
+    model = built("dense")
+    token = sum(2 * layer.attention.kv_heads * layer.attention.head_dim * 8 for layer in model.layers)
+    values = {"SC_AVPHYS_PAGES": 2 * pages, "SC_PAGE_SIZE": 8 * token}
+    monkeypatch.setattr("os.sysconf", values.__getitem__)
+    engine = Engine(model, rows=2, page=8)
+    assert engine.most == {0: 8, 3: 24}.get(pages, 64)
+    assert len(engine._free[0]) == {0: 1, 3: 3}.get(pages, 2 * 64 // 8)
+
+
 def test_a_closed_stream_keeps_what_was_held_back():
     model = built(vocab=256)
     model.tokenizer = ByteTokenizer()

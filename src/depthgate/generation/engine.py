@@ -6,9 +6,11 @@ back to the queue, and later reads again what it has written: its tokens stay th
 and seed alone.
 """
 
+import os
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -34,6 +36,7 @@ class Request(Writing):
         super().__init__(number, result, model, sampling)
         self.top, self.seed = top, sampling.seeds(1)[0]
         self.row: int | None = None
+        self.fault: Exception | None = None  # why it ended with "error"
         self.pages: list[list[int]] = []  # of each group of layers: all that every token goes through, each routed one
         self.lengths: list[int] = []  # entries in them
 
@@ -56,12 +59,14 @@ class Engine:
         page: int = _PAGE,
     ) -> None:
         """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
-        can hold. chunk: tokens of prompts that are read in a turn. page: tokens of a page."""
+        can hold and half of the free memory has room for. chunk: tokens of prompts that are read in a turn. page:
+        tokens of a page."""
         config = model.config
         self.model, self.chunk, self.rows = model, check_count(chunk, "chunk"), check_count(rows, "rows")
         self.page = min(check_count(page, "page"), config.context)
         longest = self._pages(config.context)
-        memory = rows * longest * self.page if memory is None else memory
+        if memory is None:
+            memory = max(self.page, min(rows * longest * self.page, _tokens_in_half_of_memory(model)))
         dense = check_count(memory, "memory", minimum=self.page) // self.page
         self.most = min(config.context, dense * self.page)  # tokens that one request may have
         # Twice what a routed layer takes on average, and a page that is not full in each row; but at least enough for
@@ -248,18 +253,22 @@ class Engine:
         for n, (request, token, good) in enumerate(zip(requests, tokens.tolist(), finite.tolist(), strict=False)):
             if request.row is None:
                 continue
-            if not good:
-                yield self._end(request, "error")
-                continue
             logprob, likeliest = top[n] if request.top is not None else (None, ())
-            event = request.add(token, logprob, tuple(likeliest[: request.top]))
+            try:
+                if not good:
+                    raise InvalidValueError(NOT_FINITE.format(f"request {request.number}"))
+                event = request.add(token, logprob, tuple(likeliest[: request.top]))
+            except Exception as error:  # also of a tokenizer: it ends this request alone
+                request.fault = error
+                event = self._end(request, "error")
             if event.finish is not None:
                 self._release(request)
             yield event
 
     def _end(self, request: Request, finish: str) -> Event:
         """The last event of a request that ends without a token."""
-        request.close()
+        with suppress(Exception):  # of a tokenizer that has failed
+            request.close()
         request.result.finish = finish
         self._release(request)
         return Event(request.number, -1, "", 0, finish)
@@ -282,6 +291,16 @@ def _most(requests: Iterable[Request]) -> int | None:
     return max((request.top for request in requests if request.top is not None), default=None)
 
 
+def _tokens_in_half_of_memory(model: Decoder) -> int:
+    """Tokens whose keys and values take half of the free memory of the model's device."""
+    config, weight = model.config, model.embed.weight
+    layers = config.layers - len(config.routed) * max(0, 1 - 2 * config.capacity)  # that a token has pages for
+    size = 2 * (config.kv_heads or config.heads) * config.head_size * weight.element_size() * layers
+    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else machine
+    return int(free / 2 / size)
+
+
 def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int) -> Generator[Event]:
     """Tokens of some requests as they come, by an engine of their own; `todo` fills up with the results. Where it is
     interrupted or closed, the text that was held back is added."""
@@ -295,8 +314,8 @@ def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: i
     try:
         while engine.waiting or engine.running:
             for event in engine.turn():
-                if event.finish == "error":
-                    raise InvalidValueError(NOT_FINITE.format(f"request {event.request}"))
+                if (fault := requests[event.request].fault) is not None:
+                    raise fault
                 yield event
     finally:
         for request in requests:
