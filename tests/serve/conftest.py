@@ -7,8 +7,8 @@ import openai
 import pytest
 
 import depthgate as dg
+from depthgate.commands.serve import bound, build, listen
 from depthgate.serve.config import ServeConfig
-from depthgate.serve.running import bound, build, listen
 from tests.train.tiny import train, write_data
 
 TEMPLATE = (
@@ -24,7 +24,7 @@ class Server:
     def __init__(self, folder, **options):
         config = ServeConfig(model=folder, port=0, device="cpu", **options)
         address, ready = bound(config.host, 0), threading.Event()
-        self.app = build(config)
+        self.app = build(config, config.keys())
         self.port = address.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.code = None

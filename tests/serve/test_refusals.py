@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgate.cli import main
-from depthgate.serve import asked
+from depthgate.serve import protocol
 
 PROMPT = {"prompt": "a", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -57,7 +57,7 @@ WRONG = [  # what is sent, the parameter to blame, and a part of what is said
     ({"stop": {"a": 1}}, "stop", "stop is"),
     ({"stream": 1}, "stream", "true or false"),
     ({"stream_options": {"other": True}}, "stream_options", "include_usage"),
-    ({"stream_options": {"include_usage": "x"}}, "stream_options", "include_usage is"),
+    ({"stream_options": {"include_usage": "x"}}, "stream_options", "'include_usage': 'x'"),
     ({"model": 3}, "model", "text"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
@@ -148,7 +148,7 @@ JSON = st.recursive(
 )
 
 
-@given(st.dictionaries(st.sampled_from(sorted(asked.COMPLETION | asked.CHAT)), JSON, max_size=4), st.booleans())
+@given(st.dictionaries(st.sampled_from(sorted(protocol.COMPLETION | protocol.CHAT)), JSON, max_size=4), st.booleans())
 def test_whatever_is_sent_no_request_fails_the_server(server, given, chat):
     usual = CHAT if chat else PROMPT
     line = http.client.HTTPConnection("127.0.0.1", server.port)
@@ -230,7 +230,7 @@ def test_limits_on_tokens_and_memory(start):
 
 def test_no_template_no_chat(folder, start, monkeypatch):
     server = start()
-    server.app.template.tokenizer = None
+    server.app.template = None
     status, _, error = ask(server, "/v1/chat/completions", CHAT)
     assert (status, error["param"]) == (400, "messages")
     assert "/v1/completions" in error["message"]

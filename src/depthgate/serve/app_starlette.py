@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import os
 import secrets
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from typing import Any
 
-import torch
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -17,48 +15,42 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from depthgate.errors import DepthgateError
+from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine
 from depthgate.generation.text import Generation, read_prompts
 from depthgate.loading import LoadedDecoder
-from depthgate.serve.answer import Answer
-from depthgate.serve.asked import Asked, RequestError, read
-from depthgate.serve.chat import ChatTemplate
 from depthgate.serve.config import ServeConfig
-from depthgate.serve.metrics import Metrics
-from depthgate.serve.worker import Worker
+from depthgate.serve.protocol import Answer, Asked, RequestError, encode_chat, find_template
+from depthgate.serve.worker import Job, Worker
 
 GRACE = 5.0  # seconds to send an error after the time is up
 
 
-class App:
+class App(Starlette):
     """A model that is served."""
 
     def __init__(self, model: LoadedDecoder, config: ServeConfig, keys: list[bytes]) -> None:
         self.model, self.config, self.keys = model, config, keys
-        self.metrics, self.template = Metrics(), ChatTemplate(config.model)
-        self.engine = Engine(model, rows=config.rows, memory=config.memory or _room(model, config.rows))
-        self.worker = Worker(self.engine, config.rows + config.queue, self.metrics)
+        self.template = find_template(config.model)
+        self.engine = Engine(model, rows=config.rows, memory=config.memory)
+        self.worker = Worker(self.engine, config.rows + config.queue, config.timeout)
         self.stopping = False  # no new requests
-        self.busy = 0  # requests that are being answered
         self.card = {"id": config.name, "object": "model", "created": int(time.time()), "owned_by": "depthgate"}
         posts = [Route(f"/v1/{name}", self.complete, methods=["POST"]) for name in ("completions", "chat/completions")]
         lists = [Route("/v1/models", self.models), Route("/v1/models/{name}", self.models)]
         states = [Route("/health", self.health), Route("/metrics", self.figures)]
         errors = dict.fromkeys((DepthgateError, HTTPException, ClientDisconnect, Exception), _refused)
-        self.routed = Starlette(routes=[*posts, *lists, *states], exception_handlers=errors)
+        super().__init__(routes=[*posts, *lists, *states], exception_handlers=errors)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and count answers by status."""
+
         async def counted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                self.metrics.statuses[message["status"]] += 1
+            if message["type"] == "http.response.start" and scope["path"].startswith("/v1/"):
+                self.worker.metrics[f'requests_total{{status="{message["status"]}"}}'] += 1
             await send(message)
 
-        counts = scope["type"] == "http" and scope["path"].startswith("/v1/")
-        self.busy += counts
-        try:
-            await self.routed(scope, receive, counted if counts else send)
-        finally:
-            self.busy -= counts
+        await super().__call__(scope, receive, counted)
 
     async def health(self, _: Request) -> Response:
         """Say whether requests are taken."""
@@ -66,28 +58,28 @@ class App:
         return _json({"status": said}, 200 if said == "ok" else 503)
 
     async def figures(self, _: Request) -> Response:
-        """Tell Prometheus what was done."""
-        text = self.metrics.text(self.engine.running, self.engine.waiting)
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        """Tell Prometheus what was done, and what is under way."""
+        now = {"requests_running": self.engine.running, "requests_waiting": self.engine.waiting}
+        lines = [f"depthgate_{name} {value}\n" for name, value in {**self.worker.metrics, **now}.items()]
+        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """Name the model, alone or as a list of one."""
-        self._admit(request)
         name = request.path_params.get("name")
+        self._admit(request)
         self._check_model(name)
         return _json(self.card if name else {"object": "list", "data": [self.card]})
 
-    async def complete(self, request: Request) -> Response:
+    async def complete(self, request: Request) -> "_Reply":
         """Continue prompts or a conversation."""
         self._admit(request)
         arrived = asyncio.get_running_loop().time()
-        deadline = arrived + self.config.timeout
-        asked = read(await self._body(request, deadline), request.scope["path"].startswith("/v1/chat"))
+        body = await self._body(request, arrived + self.config.timeout)
+        asked = Asked(body, request.scope["path"].startswith("/v1/chat"))
         self._check_model(asked.model)
-        self.worker.check(asked.sequences)  # before any work
         wanted = await asyncio.to_thread(self._wanted, asked)
-        answer = Answer(asked, self.worker.submit(wanted, arrived, deadline), self.model, self.config.name)
-        return _Stream(answer) if asked.stream else await _whole(answer, request.receive)
+        job = self.worker.submit(*wanted, asked.likeliest, arrived)
+        return _Reply(job, Answer(asked, [*job.requests.values()], self.model, self.config.name))
 
     def _admit(self, request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
@@ -114,63 +106,64 @@ class App:
             raise RequestError(408, "the request came too slowly: send it again") from None
         return bytes(body)
 
-    def _wanted(self, asked: Asked) -> list[tuple[Any, ...]]:
-        """Arguments of Engine.add for each continuation. Unless told, a completion has 16 tokens, and the answer in
-        a chat as many as there is room for."""
-        most, chat = self.config.max_tokens or self.engine.most, asked.messages is not None
-        if asked.sampling.get("max_new_tokens", 1) > most:
-            raise RequestError(400, f"max_tokens is too large: ask for at most {most}", "max_tokens")
-        wanted: list[tuple[Any, ...]] = []
-        for known in read_prompts(self.model, [self.template.encode(asked.messages or [])] if chat else asked.prompt):
-            text, ids = known.prompt, known.prompt_tokens
-            longest = min(most, max(1, self.engine.most - len(ids)) if chat else 16)
-            wanted += [(Generation(text, ids), each, asked.likeliest) for each in asked.samplings(longest)]
-        return wanted
+    def _wanted(self, asked: Asked) -> tuple[list[Generation], list[Sampling]]:
+        """Prompts, and the options of each continuation. Unless told, a completion has 16 tokens, and the answer in a
+        chat as many as there is room for."""
+        most = self.config.max_tokens or self.engine.most
+        if (asked.max_tokens or 0) > most:
+            raise RequestError(400, f"max_tokens is {asked.max_tokens}: ask for at most {most}", "max_tokens")
+        prompts = read_prompts(self.model, [encode_chat(self.template, asked.prompt)] if asked.chat else asked.prompt)
+        usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if asked.chat else 16
+        return prompts, asked.samplings(asked.max_tokens or min(most, usual))
 
 
-def _room(model: LoadedDecoder, rows: int) -> int | None:
-    """Tokens whose keys and values take half of the free memory; None: that is more than the rows can hold."""
-    config, weight = model.config, model.embed.weight
-    layers = config.layers - len(config.routed) * max(0, 1 - 2 * config.capacity)  # as the engine has pages for them
-    size = 2 * (config.kv_heads or config.heads) * config.head_size * weight.element_size() * layers
-    machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else machine
-    return None if rows * (config.context + 256) * size < free / 2 else max(256, int(free / 2 / size))
+class _Reply:
+    """What is said of a job, which ends with it, also where the client leaves or does not read."""
 
-
-class _Stream(StreamingResponse):
-    """An answer as it comes; its job ends with it, also where the client leaves or does not read."""
-
-    def __init__(self, answer: Answer) -> None:
-        # The second: nginx would hold events back.
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(answer.stream(), media_type="text/event-stream", headers=headers)
-        self.job = answer.job
+    def __init__(self, job: Job, answer: Answer) -> None:
+        self.job, self.answer = job, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def left() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks = [asyncio.create_task(each) for each in (self._say(scope, receive, send), left())]
+        seconds = self.job.deadline + GRACE - asyncio.get_running_loop().time()
         try:
-            with suppress(TimeoutError):  # nobody reads
-                async with asyncio.timeout_at(self.job.deadline + GRACE):
-                    await super().__call__(scope, receive, send)
+            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises its error
         finally:
             self.job.close()
+            for task in tasks:
+                task.cancel()
+
+    async def _say(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer, headers = self.answer, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # not held by nginx
+        if answer.asked.stream:
+            await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(send)
+        else:
+            told = [event async for news in self.job.news() for event in news]
+            whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
+            await _json(whole)(scope, receive, send)
+
+    async def _events(self) -> AsyncIterator[str]:
+        """Server-sent events. Tokens that came while the client was reading go together."""
+        head = self.answer.head | ({"usage": None} if self.answer.asked.with_usage else {})
+        try:
+            async for news in self.job.news():
+                for choice in self.answer.choices(news):
+                    yield _data({**head, "choices": [choice]})
+            if "usage" in head:
+                yield _data({**head, "choices": [], "usage": self.answer.usage()})
+            yield "data: [DONE]\n\n"
+        except RequestError as error:
+            yield _data(error.body)
 
 
-async def _whole(answer: Answer, receive: Receive) -> Response:
-    """The answer when it is complete, unless the client leaves before."""
-
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    work, left = asyncio.create_task(answer.whole()), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
-        return _json(work.result()) if work.done() else Response(status_code=499)
-    finally:
-        work.cancel()
-        left.cancel()
-        answer.job.close()
+def _data(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -181,7 +174,6 @@ def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | No
 def _refused(_: Request, error: Exception) -> Response:
     """An error in the form that OpenAI's clients know."""
     if not isinstance(error, RequestError):
-        statuses = {HTTPException: getattr(error, "status_code", 500), ClientDisconnect: 499, DepthgateError: 400}
-        status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 500)
-        error = RequestError(status, str(error) or type(error).__name__)
+        status = 499 if isinstance(error, ClientDisconnect) else 400 if isinstance(error, DepthgateError) else 500
+        error = RequestError(getattr(error, "status_code", status), str(error) or type(error).__name__)
     return _json(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)

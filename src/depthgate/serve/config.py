@@ -17,9 +17,7 @@ class ServeConfig(Options):
     api_key_file: str | None = option(None, "file of keys, one a line, of which clients must show one")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
     rows: int = count(64, "sequences decoded at once", maximum=2**16)
-    memory: int | None = count(
-        None, "tokens whose keys and values are held in all; unless given, as many as take half of the free memory"
-    )
+    memory: int | None = count(None, "tokens whose keys and values are held; unless given, half of the free memory")
     queue: int = count(256, "sequences that may wait for a row; further requests are refused", minimum=0)
     timeout: float = number(600.0, "(0, 1e9]", "seconds that a request may take, its waiting and its sending included")
     max_body: int = count(2**20, "bytes of a request at most")
@@ -35,10 +33,8 @@ class ServeConfig(Options):
         """The keys that open the server; none: it is open."""
         if self.api_key_file is None:
             return []
-        try:
-            found = [line.strip() for line in Path(self.api_key_file).read_bytes().splitlines() if line.strip()]
-        except OSError as error:
-            raise InvalidValueError(f"api_key_file is {self.api_key_file}: {error.strerror}; name a file") from None
+        path = Path(self.api_key_file)
+        found = path.read_bytes().split() if path.exists() else []
         if not found:
-            raise InvalidValueError(f"api_key_file is {self.api_key_file}: it has no keys; write one on each line")
+            raise InvalidValueError(f"api_key_file is {path}: it has no keys; name a file with one on each line")
         return found

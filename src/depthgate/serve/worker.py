@@ -1,38 +1,66 @@
-"""The thread that turns the engine, and the jobs of clients, which wait for its tokens in the event loop."""
+"""The engine at work: jobs of clients, who wait for its tokens in the event loop, and figures of what was done."""
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterable
-from contextlib import suppress
-from typing import Any
+import traceback
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
+from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine, Request
-from depthgate.generation.text import Event
-from depthgate.serve.asked import RequestError
-from depthgate.serve.metrics import Metrics
+from depthgate.generation.text import Event, Generation
+from depthgate.serve.protocol import RequestError
 
 MOST_UNREAD = 4096  # tokens of each sequence that a client may be behind
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics(defaultdict[str, float]):
+    """Figures since the start, by their names in Prometheus' text format."""
+
+    def took(self, name: str, seconds: float) -> None:
+        """Add a duration to a histogram."""
+        for most in _SECONDS:
+            self[f'{name}_bucket{{le="{most}"}}'] += seconds <= most
+        for each in ('bucket{le="+Inf"}', "count"):
+            self[f"{name}_{each}"] += 1
+        self[f"{name}_sum"] += seconds
+
+    def finished(self, result: Generation, layers: int) -> None:
+        """Add a sequence that a model with so many layers has finished."""
+        self["prompt_tokens_total"] += len(result.prompt_tokens)
+        self["generated_tokens_total"] += len(result.tokens)
+        self["layers_total"] += layers * len(result.depths)
+        self["layers_skipped_total"] += layers * len(result.depths) - sum(result.depths)
 
 
 class Job:
-    """The continuations that one client waits for; used in the event loop alone."""
+    """The continuations that one client waits for."""
 
-    def __init__(self, worker: "Worker", arrived: float, deadline: float) -> None:
-        self.worker, self.arrived, self.deadline = worker, arrived, deadline
+    def __init__(self, worker: "Worker", arrived: float) -> None:
+        self.worker, self.arrived, self.deadline = worker, arrived, arrived + worker.timeout
         self.requests: dict[int, Request] = {}
         self.told: dict[int, float] = {}  # when the last token of each came
-        self._finished = 0
+        self._left = 0  # that have not finished
         self._unread: list[Event] = []
         self._error: RequestError | None = None
         self._news = asyncio.Event()
+        late = RequestError(504, "the answer takes longer than the server allows: ask for less")
+        self._timer = asyncio.get_running_loop().call_at(self.deadline, self.fail, late)
+
+    def add(self, request: Request) -> None:
+        """Take on a continuation."""
+        self.requests[request.number], self.worker.jobs[request.number] = request, self
+        self._left += 1
 
     def tell(self, event: Event) -> None:
         """Take in a token."""
         self._unread.append(event)
-        self._finished += event.finish is not None
+        self._left -= event.finish is not None
         self._news.set()
         if event.finish == "error":
-            self.fail(RequestError(500, "the model's logits are not finite: check its weights"))
+            self.fail(RequestError(500, str(self.requests[event.request].fault)))
         elif len(self._unread) > MOST_UNREAD * len(self.requests):
             self.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
 
@@ -43,36 +71,36 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Cancel what has not finished."""
-        self.worker.cancel(self)
+        """Cancel what has not finished: its rows are free after the engine's next turn."""
+        self._timer.cancel()
+        for number, request in self.requests.items():
+            if self.worker.jobs.pop(number, None) is not None:
+                self.worker.engine.cancel(request)
 
-    async def news(self) -> list[Event]:
-        """The tokens since the last call, at least one; none: all were there."""
-        try:
-            async with asyncio.timeout_at(self.deadline):
-                while self._finished < len(self.requests) and not self._unread and not self._error:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            raise RequestError(504, "the answer takes longer than the server allows: ask for less") from None
-        if self._error:
-            raise self._error
-        news, self._unread = self._unread, []
-        return news
+    async def news(self) -> AsyncIterator[list[Event]]:
+        """Tokens as they come, until all are there: all since the last time, at least one."""
+        while self._left or self._unread or self._error:
+            if self._error is not None:
+                raise self._error
+            news, self._unread = self._unread, []
+            if news:
+                yield news
+            else:
+                self._news.clear()
+                await self._news.wait()
 
 
 class Worker:
-    """An engine and the thread that turns it; all but the thread itself runs in the event loop."""
+    """An engine, which turns in a thread of its own while there is something to do."""
 
-    def __init__(self, engine: Engine, most: int, metrics: Metrics) -> None:
-        self.engine, self.metrics = engine, metrics
-        self.most = most  # sequences that may run and wait
+    def __init__(self, engine: Engine, most: int, timeout: float) -> None:
+        """most: sequences that may run and wait. timeout: seconds that a job may take."""
+        self.engine, self.most, self.timeout = engine, most, timeout
+        self.metrics = Metrics(float)
         self.failed: str | None = None  # why the engine has stopped
         self.jobs: dict[int, Job] = {}  # by the numbers of their requests
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._wake, self._open = threading.Event(), True
-        self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "depthgate engine")
+        self._turning: asyncio.Task[None] | None = None
 
     def check(self, wanted: int) -> None:
         """Refuse so many continuations if there is no place for them."""
@@ -83,64 +111,37 @@ class Worker:
         if len(self.jobs) + wanted > self.most:
             raise RequestError(429, "too many sequences are waiting: try again later", code="queue_full")
 
-    def submit(self, wanted: list[tuple[Any, ...]], arrived: float, deadline: float) -> Job:
-        """A job of continuations, each given by the arguments of Engine.add; all of them are taken, or none."""
-        self.check(len(wanted))
-        self._loop = asyncio.get_running_loop()
-        job = Job(self, arrived, deadline)
+    def submit(self, prompts: list[Generation], samplings: list[Sampling], top: int | None, arrived: float) -> Job:
+        """A job that continues each prompt with each of the options; all of it is taken, or nothing."""
+        self.check(len(prompts) * len(samplings))
+        job = Job(self, arrived)
         try:
-            for each in wanted:
-                request = self.engine.add(*each)
-                job.requests[request.number], self.jobs[request.number] = request, job
-        except BaseException:
+            for prompt, sampling in product(prompts, samplings):
+                job.add(self.engine.add(Generation(prompt.prompt, prompt.prompt_tokens), sampling, top))
+        except Exception:
             job.close()
             raise
-        self._wake.set()
+        finally:
+            if self._turning is None or self._turning.done():
+                self._turning = asyncio.create_task(self._turn())
         return job
 
-    def cancel(self, job: Job) -> None:
-        """Take back what has not finished: its rows are free after the engine's next turn."""
-        for number, request in job.requests.items():
-            if self.jobs.pop(number, None) is not None:
-                self.engine.cancel(request)
-        self._wake.set()
-
-    def close(self) -> None:
-        """End the thread when its turn is over."""
-        self._open = False
-        self._wake.set()
-        self._thread.join()
-
-    def _run(self) -> None:
+    async def _turn(self) -> None:
+        loop, layers = asyncio.get_running_loop(), self.engine.model.config.layers
         try:
-            while self._open:
-                self._wake.clear()  # before the turn: what comes during it must not be missed
-                if events := self.engine.turn():
-                    self._in_loop(self._deliver, events)
-                elif not self.engine.running and not self.engine.waiting:
-                    self._wake.wait()
+            while self.engine.running or self.engine.waiting:
+                for event in await loop.run_in_executor(self._thread, self.engine.turn):
+                    if (job := self.jobs.get(event.request)) is None:  # it was cancelled meanwhile
+                        continue
+                    name = "token_latency_seconds" if event.request in job.told else "time_to_first_token_seconds"
+                    self.metrics.took(name, loop.time() - job.told.get(event.request, job.arrived))
+                    job.told[event.request] = loop.time()
+                    if event.finish is not None:
+                        del self.jobs[event.request]
+                        self.metrics.finished(job.requests[event.request].result, layers)
+                    job.tell(event)
         except Exception as error:
+            traceback.print_exc()
             self.failed = f"{type(error).__name__}: {str(error)[:200]}"
-            self._in_loop(self._fail)
-            raise
-
-    def _in_loop(self, call: Callable[..., None], *given: Any) -> None:
-        with suppress(RuntimeError):  # the loop was closed
-            if self._loop is not None:
-                self._loop.call_soon_threadsafe(call, *given)
-
-    def _deliver(self, events: Iterable[Event]) -> None:
-        now = asyncio.get_running_loop().time()
-        for event in events:
-            if (job := self.jobs.get(event.request)) is None:  # it was cancelled meanwhile
-                continue
-            self.metrics.token(now, job.arrived, job.told.get(event.request))
-            job.told[event.request] = now
-            if event.finish is not None:
-                del self.jobs[event.request]
-                self.metrics.finished(job.requests[event.request].result, self.engine.model.config.layers)
-            job.tell(event)
-
-    def _fail(self) -> None:
-        for job in set(self.jobs.values()):
-            job.fail(RequestError(500, f"the engine failed: {self.failed}"))
+            for job in set(self.jobs.values()):
+                job.fail(RequestError(500, f"the engine failed: {self.failed}"))

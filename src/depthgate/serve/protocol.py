@@ -1,0 +1,220 @@
+"""OpenAI's protocol: what a request may ask for, the tokens of a conversation, and the form of an answer."""
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from itertools import accumulate, groupby
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from depthgate.checkpoint.store import TOKENIZER
+from depthgate.data.sources import utf8
+from depthgate.errors import DepthgateError, InvalidValueError, check_count
+from depthgate.flops import sequence_flops
+from depthgate.generation.config import Sampling
+from depthgate.generation.engine import Request
+from depthgate.generation.text import Event
+from depthgate.loading import LoadedDecoder, is_hugging_face
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_REASONS = {None: None, "end": "stop", "stop": "stop", "length": "length", "context": "length"}
+_LEAST = -9999.0  # log-probability of what cannot be, as JSON has no infinity
+
+
+class RequestError(DepthgateError):
+    """A request that is refused or fails: the status of HTTP, and the parameter that is to blame, if one is."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.status, self.body = status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _check_kind(value: Any, name: str, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise InvalidValueError(f"{name} is {value!r:.60}: it must be {what}")
+
+
+def _check_among(value: Any, name: str, allowed: tuple[Any, ...]) -> None:
+    if value not in allowed:
+        known = " or ".join(map(json.dumps, allowed))
+        raise InvalidValueError(f"{name} is {value!r:.60}, which is not supported: give {known}, or leave it out")
+
+
+def _check_stop(stop: Any, name: str) -> None:
+    _SAMPLING["stop"](stop, name)
+    texts = [stop] if isinstance(stop, str) else stop
+    if len(texts) > 4 or any(len(text) > 256 for text in texts):  # every token is compared with all their beginnings
+        raise InvalidValueError(f"{name} is too long: give at most 4 texts of at most 256 characters")
+
+
+Check = Callable[[Any, str], object]  # of a value and its name; raises InvalidValueError
+_SAMPLING: dict[str, Check] = {each.name: each.metadata["check"] for each in fields(Sampling) if each.metadata}
+_FILTERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NOT_DONE = {  # what is taken at the value that asks for nothing
+    **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": ""},
+    **{"tools": [], "response_format": {"type": "text"}},
+}
+_text, _flag = (partial(_check_kind, kind=kind, what=what) for kind, what in ((str, "text"), (bool, "true or false")))
+_BOTH: dict[str, Check] = {
+    **{name: partial(_check_among, allowed=(value,)) for name, value in _NOT_DONE.items()},
+    **{name: _SAMPLING[name] for name in _FILTERS},
+    "model": _text,
+    "user": _text,
+    "max_tokens": _SAMPLING["max_new_tokens"],
+    "stop": _check_stop,
+    "seed": partial(check_count, minimum=0, maximum=2**63 - 1),
+    "n": partial(check_count, maximum=128),
+    "stream": _flag,
+    "stream_options": partial(_check_among, allowed=({"include_usage": True}, {"include_usage": False}, {})),
+}
+COMPLETION = _BOTH | {
+    "prompt": partial(_check_kind, kind=str | list, what="text, token ids, or a list of either"),
+    "logprobs": partial(check_count, minimum=0, maximum=5),
+}
+CHAT = _BOTH | {
+    "messages": partial(_check_kind, kind=list, what="a list of messages"),
+    "max_completion_tokens": _BOTH["max_tokens"],
+    "logprobs": _flag,
+    "top_logprobs": partial(check_count, minimum=0, maximum=20),
+}
+
+
+class Asked:
+    """A request whose parameters are in order; whether its prompts are is found out when they become tokens."""
+
+    def __init__(self, body: bytes, chat: bool) -> None:
+        given, needed = _read(body, CHAT if chat else COMPLETION), "messages" if chat else "prompt"
+        if needed not in given:
+            raise RequestError(400, f"{needed} is missing: give some", needed)
+        self.chat, self.prompt, self.model = chat, given[needed], given.get("model")
+        self.n, self.stream = given.get("n", 1), given.get("stream", False)
+        self.with_usage = given.get("stream_options", {}).get("include_usage", False)
+        self.max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
+        shown = given.get("logprobs")
+        # How many of the likeliest tokens to show next to each; None: no probabilities at all.
+        self.likeliest = given.get("top_logprobs", 0 if shown else None) if chat else shown
+        self._sampling = {name: given[name] for name in (*_FILTERS, "stop", "seed") if name in given}
+
+    def samplings(self, most: int) -> list[Sampling]:
+        """The options of each of the n continuations of a prompt, whose seeds follow each other."""
+        given = {"seed": secrets.randbits(62), "max_new_tokens": most} | self._sampling
+        return [Sampling(**given | {"seed": (given["seed"] + i) % 2**63}) for i in range(self.n)]
+
+
+def _read(body: bytes, known: dict[str, Check]) -> dict[str, Any]:
+    """The parameters in a body; what is unknown, wrong or not done here is refused by its name."""
+    name = None
+    try:
+        given = json.loads(body.decode())
+        _check_kind(given, "the body", dict, "a JSON object")
+        for name, value in given.items():
+            if name not in known:
+                raise InvalidValueError(f"{name!r:.60} is not a known parameter: leave it out")
+            if value is not None:
+                known[name](value, name)
+    except InvalidValueError as error:
+        raise RequestError(400, str(error), name and name[:60]) from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def find_template(model: str) -> Any:
+    """The tokenizer of transformers in the folder of a model, if it has a chat template."""
+    home, run = Path(model), Path(model, TOKENIZER)
+    folder = home if is_hugging_face(home) else run if run.is_dir() else home.absolute().parent / TOKENIZER
+    config = folder / "tokenizer_config.json"
+    if any(folder.glob("chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes()):
+        from depthgate.hf.folder import find_tokenizer
+
+        return find_tokenizer(folder)
+    return None
+
+
+def encode_chat(tokenizer: Any, messages: list[Any]) -> list[int]:
+    """The ids of a conversation, to be continued by the model's answer. Special tokens are those of the template: where
+    somebody's words spell one, they stay words."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise RequestError(400, "the model's tokenizer has no chat template: use /v1/completions", "messages")
+    mark = secrets.token_hex(16)  # cuts such words in two
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+    def words(content: Any) -> str:
+        text = content if isinstance(content, str) else "".join(part["text"] for part in content)
+        for token in special:
+            text = text.replace(token, token[:1] + mark + token[1:])
+        return text
+
+    try:
+        told = [{name: words(content) for name, content in message.items()} for message in messages]
+        if not told or any(not {"role", "content"} <= each.keys() <= {"role", "content", "name"} for each in told):
+            raise InvalidValueError("a message has a role and a content")
+        text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates refuse conversations in words of their own
+        what = f"messages are not a conversation of texts that the chat template takes: {str(error)[:200]}"
+        raise RequestError(400, what, "messages") from None
+    parts = [utf8(part, "a message").decode() for part in text.split(mark)]
+    found = tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+    return [token for part in found for token in part.ids]
+
+
+class Answer:
+    """The form of an answer, whose continuations are given by the requests that the engine works on."""
+
+    def __init__(self, asked: Asked, requests: list[Request], model: LoadedDecoder, name: str) -> None:
+        self.asked, self.model, self.requests = asked, model, requests
+        kind, letters = ("chat.completion", "chatcmpl") if asked.chat else ("text_completion", "cmpl")
+        kind += ".chunk" if asked.chat and asked.stream else ""
+        identity = f"{letters}-{secrets.token_hex(12)}"
+        self.head = {"id": identity, "object": kind, "created": int(time.time()), "model": name}
+        self._said: dict[int, int] = {}  # characters of each continuation that has begun
+
+    def choices(self, events: list[Event]) -> Iterator[dict[str, Any]]:
+        """Tokens that came, by the continuation that they belong to."""
+        which = attrgetter("request")
+        for number, group in groupby(sorted(events, key=which), which):
+            tokens = list(group)
+            text = "".join(event.text for event in tokens)
+            role = {} if number in self._said else {"role": "assistant"}
+            name = "delta" if self.asked.stream else "message"
+            said = {name: {**role, "content": text}} if self.asked.chat else {"text": text}
+            before = self._said.get(number, 0)
+            self._said[number] = before + len(text)
+            shown = None if self.asked.likeliest is None else self._logprobs(tokens, before)
+            index, reason = number - self.requests[0].number, _REASONS[tokens[-1].finish]
+            yield {"index": index, **said, "logprobs": shown, "finish_reason": reason}
+
+    def _logprobs(self, events: list[Event], before: int) -> dict[str, Any]:
+        tokens = [self._token(event.token, event.logprob) for event in events]
+        tops = [[self._token(*each) for each in event.top] for event in events]
+        if self.asked.chat:
+            return {"content": [{**token, "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]}
+        return {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            # Of two that look alike, as half a character does, the likelier one is shown.
+            "top_logprobs": [{each["token"]: each["logprob"] for each in reversed(top)} for top in tops],
+            "text_offset": list(accumulate((len(event.text) for event in events[:-1]), initial=before)),
+        }
+
+    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        known = self.model.tokenizer
+        raw = known.token_text(token).encode(errors="surrogateescape") if token < known.vocab else b""
+        return {"token": raw.decode(errors="replace"), "logprob": max(logprob or 0.0, _LEAST), "bytes": list(raw)}
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens, of which prompts count once for all their continuations; and how deep those went that were computed,
+        prompts included, with the share of forward FLOPs that this saved against all layers for all tokens."""
+        config, results = self.model.config, [request.result for request in self.requests]
+        read = sum(len(result.prompt_tokens) for result in results[:: self.asked.n])
+        added = sum(len(result.tokens) for result in results)
+        depths = [depth for result in results for depth in result.depths]
+        taken = sum(sequence_flops(config, len(result.depths), result.routed) for result in results)
+        whole = sum(sequence_flops(config, len(result.depths)) for result in results)
+        depth = {"layers": config.layers, "mean_layers": sum(depths) / len(depths), "flops_saved": 1 - taken / whole}
+        return {"prompt_tokens": read, "completion_tokens": added, "total_tokens": read + added, "depth": depth}
