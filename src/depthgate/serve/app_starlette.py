@@ -5,6 +5,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from depthgate.errors import DepthgateError
 from depthgate.generation.config import Sampling
@@ -20,7 +21,7 @@ from depthgate.generation.engine import Engine
 from depthgate.generation.text import Generation, read_prompts
 from depthgate.loading import LoadedDecoder
 from depthgate.serve.config import ServeConfig
-from depthgate.serve.protocol import Answer, Asked, RequestError, encode_chat, find_template
+from depthgate.serve.protocol import Answer, RequestError, encode_chat, find_template, read, samplings
 from depthgate.serve.worker import Job, Worker
 
 GRACE = 5.0  # seconds to send an error after the time is up
@@ -70,16 +71,15 @@ class App(Starlette):
         self._check_model(name)
         return _json(self.card if name else {"object": "list", "data": [self.card]})
 
-    async def complete(self, request: Request) -> "_Reply":
+    async def complete(self, request: Request) -> ASGIApp:
         """Continue prompts or a conversation."""
         self._admit(request)
         arrived = asyncio.get_running_loop().time()
         body = await self._body(request, arrived + self.config.timeout)
-        asked = Asked(body, request.scope["path"].startswith("/v1/chat"))
-        self._check_model(asked.model)
-        wanted = await asyncio.to_thread(self._wanted, asked)
-        job = self.worker.submit(*wanted, asked.likeliest, arrived)
-        return _Reply(job, Answer(asked, [*job.requests.values()], self.model, self.config.name))
+        asked = read(body, request.scope["path"].startswith("/v1/chat"))
+        self._check_model(asked["model"])
+        job = self.worker.submit(*await asyncio.to_thread(self._wanted, asked), asked["logprobs"], arrived)
+        return partial(_reply, job, Answer(asked, [*job.requests.values()], self.model, self.config.name))
 
     def _admit(self, request: Request) -> None:
         scheme, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
@@ -106,60 +106,58 @@ class App(Starlette):
             raise RequestError(408, "the request came too slowly: send it again") from None
         return bytes(body)
 
-    def _wanted(self, asked: Asked) -> tuple[list[Generation], list[Sampling]]:
+    def _wanted(self, asked: dict[str, Any]) -> tuple[list[Generation], list[Sampling]]:
         """Prompts, and the options of each continuation. Unless told, a completion has 16 tokens, and the answer in a
         chat as many as there is room for."""
-        most = self.config.max_tokens or self.engine.most
-        if (asked.max_tokens or 0) > most:
-            raise RequestError(400, f"max_tokens is {asked.max_tokens}: ask for at most {most}", "max_tokens")
-        prompts = read_prompts(self.model, [encode_chat(self.template, asked.prompt)] if asked.chat else asked.prompt)
-        usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if asked.chat else 16
-        return prompts, asked.samplings(asked.max_tokens or min(most, usual))
+        most, chat = self.config.max_tokens or self.engine.most, "messages" in asked
+        if (asked["max_tokens"] or 0) > most:
+            raise RequestError(400, f"max_tokens is {asked['max_tokens']}: ask for at most {most}", "max_tokens")
+        given = [encode_chat(self.template, asked["messages"])] if chat else asked["prompt"]
+        prompts = read_prompts(self.model, given)
+        usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if chat else 16
+        return prompts, samplings(asked, min(most, usual))
 
 
-class _Reply:
-    """What is said of a job, which ends with it, also where the client leaves or does not read."""
+async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
+    """Send what is said of a job, which ends with it, also where the client leaves or does not read."""
 
-    def __init__(self, job: Job, answer: Answer) -> None:
-        self.job, self.answer = job, answer
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def left() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-
-        tasks = [asyncio.create_task(each) for each in (self._say(scope, receive, send), left())]
-        seconds = self.job.deadline + GRACE - asyncio.get_running_loop().time()
-        try:
-            done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()  # raises its error
-        finally:
-            self.job.close()
-            for task in tasks:
-                task.cancel()
-
-    async def _say(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer, headers = self.answer, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # not held by nginx
-        if answer.asked.stream:
-            await StreamingResponse(self._events(), 200, headers, "text/event-stream").stream_response(send)
+    async def said() -> None:
+        if answer.asked["stream"]:
+            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold events back
+            await StreamingResponse(_events(job, answer), 200, headers, "text/event-stream").stream_response(send)
         else:
-            told = [event async for news in self.job.news() for event in news]
+            told = [event async for news in job.news() for event in news]
             whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
             await _json(whole)(scope, receive, send)
 
-    async def _events(self) -> AsyncIterator[str]:
-        """Server-sent events. Tokens that came while the client was reading go together."""
-        head = self.answer.head | ({"usage": None} if self.answer.asked.with_usage else {})
-        try:
-            async for news in self.job.news():
-                for choice in self.answer.choices(news):
-                    yield _data({**head, "choices": [choice]})
-            if "usage" in head:
-                yield _data({**head, "choices": [], "usage": self.answer.usage()})
-            yield "data: [DONE]\n\n"
-        except RequestError as error:
-            yield _data(error.body)
+    tasks = [asyncio.create_task(said()), asyncio.create_task(left())]
+    seconds = job.deadline + GRACE - asyncio.get_running_loop().time()
+    try:
+        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # raises its error
+    finally:
+        job.close()
+        for task in tasks:
+            task.cancel()
+
+
+async def _events(job: Job, answer: Answer) -> AsyncIterator[str]:
+    """Server-sent events. Tokens that came while the client was reading go together."""
+    head = answer.head | ({"usage": None} if answer.asked["stream_options"].get("include_usage") else {})
+    try:
+        async for news in job.news():
+            for choice in answer.choices(news):
+                yield _data({**head, "choices": [choice]})
+        if "usage" in head:
+            yield _data({**head, "choices": [], "usage": answer.usage()})
+        yield "data: [DONE]\n\n"
+    except RequestError as error:
+        yield _data(error.body)
 
 
 def _data(value: dict[str, Any]) -> str:

@@ -84,31 +84,9 @@ CHAT = _BOTH | {
 }
 
 
-class Asked:
-    """A request whose parameters are in order; whether its prompts are is found out when they become tokens."""
-
-    def __init__(self, body: bytes, chat: bool) -> None:
-        given, needed = _read(body, CHAT if chat else COMPLETION), "messages" if chat else "prompt"
-        if needed not in given:
-            raise RequestError(400, f"{needed} is missing: give some", needed)
-        self.chat, self.prompt, self.model = chat, given[needed], given.get("model")
-        self.n, self.stream = given.get("n", 1), given.get("stream", False)
-        self.with_usage = given.get("stream_options", {}).get("include_usage", False)
-        self.max_tokens = given.get("max_completion_tokens", given.get("max_tokens"))
-        shown = given.get("logprobs")
-        # How many of the likeliest tokens to show next to each; None: no probabilities at all.
-        self.likeliest = given.get("top_logprobs", 0 if shown else None) if chat else shown
-        self._sampling = {name: given[name] for name in (*_FILTERS, "stop", "seed") if name in given}
-
-    def samplings(self, most: int) -> list[Sampling]:
-        """The options of each of the n continuations of a prompt, whose seeds follow each other."""
-        given = {"seed": secrets.randbits(62), "max_new_tokens": most} | self._sampling
-        return [Sampling(**given | {"seed": (given["seed"] + i) % 2**63}) for i in range(self.n)]
-
-
-def _read(body: bytes, known: dict[str, Check]) -> dict[str, Any]:
-    """The parameters in a body; what is unknown, wrong or not done here is refused by its name."""
-    name = None
+def read(body: bytes, chat: bool) -> dict[str, Any]:
+    """The parameters in a body, in the words of completions; what is unknown or wrong is refused by its name."""
+    known, needed, name = CHAT if chat else COMPLETION, "messages" if chat else "prompt", None
     try:
         given = json.loads(body.decode())
         _check_kind(given, "the body", dict, "a JSON object")
@@ -121,7 +99,22 @@ def _read(body: bytes, known: dict[str, Check]) -> dict[str, Any]:
         raise RequestError(400, str(error), name and name[:60]) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
-    return {name: value for name, value in given.items() if value is not None}
+    if given.get(needed) is None:
+        raise RequestError(400, f"{needed} is missing: give some", needed)
+    asked = {"model": None, "n": 1, "stream": False, "stream_options": {}, "max_tokens": None, "logprobs": None}
+    asked |= {name: value for name, value in given.items() if value is not None}
+    if chat:
+        asked["max_tokens"] = asked.get("max_completion_tokens", asked["max_tokens"])
+        asked["logprobs"] = asked.get("top_logprobs", 0 if asked["logprobs"] else None)
+    return asked
+
+
+def samplings(asked: dict[str, Any], usual: int) -> list[Sampling]:
+    """The options of each of the n continuations of a prompt, whose seeds follow each other, and which have the usual
+    number of tokens unless told."""
+    given = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
+    given["max_new_tokens"], seed = asked["max_tokens"] or usual, asked.get("seed", secrets.randbits(62))
+    return [Sampling(**given, seed=(seed + i) % 2**63) for i in range(asked["n"])]
 
 
 def find_template(model: str) -> Any:
@@ -166,12 +159,16 @@ def encode_chat(tokenizer: Any, messages: list[Any]) -> list[int]:
 class Answer:
     """The form of an answer, whose continuations are given by the requests that the engine works on."""
 
-    def __init__(self, asked: Asked, requests: list[Request], model: LoadedDecoder, name: str) -> None:
-        self.asked, self.model, self.requests = asked, model, requests
-        kind, letters = ("chat.completion", "chatcmpl") if asked.chat else ("text_completion", "cmpl")
-        kind += ".chunk" if asked.chat and asked.stream else ""
-        identity = f"{letters}-{secrets.token_hex(12)}"
-        self.head = {"id": identity, "object": kind, "created": int(time.time()), "model": name}
+    def __init__(self, asked: dict[str, Any], requests: list[Request], model: LoadedDecoder, name: str) -> None:
+        self.asked, self.requests, self.model, self.chat = asked, requests, model, "messages" in asked
+        kind = "chat.completion" if self.chat else "text_completion"
+        kind += ".chunk" if self.chat and asked["stream"] else ""
+        self.head = {
+            "id": f"{kind}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": name,
+        }
         self._said: dict[int, int] = {}  # characters of each continuation that has begun
 
     def choices(self, events: list[Event]) -> Iterator[dict[str, Any]]:
@@ -179,20 +176,19 @@ class Answer:
         which = attrgetter("request")
         for number, group in groupby(sorted(events, key=which), which):
             tokens = list(group)
-            text = "".join(event.text for event in tokens)
+            text, before = "".join(event.text for event in tokens), self._said.get(number, 0)
             role = {} if number in self._said else {"role": "assistant"}
-            name = "delta" if self.asked.stream else "message"
-            said = {name: {**role, "content": text}} if self.asked.chat else {"text": text}
-            before = self._said.get(number, 0)
+            message = {"delta" if self.asked["stream"] else "message": {**role, "content": text}}
+            shown = None if self.asked["logprobs"] is None else self._logprobs(tokens, before)
             self._said[number] = before + len(text)
-            shown = None if self.asked.likeliest is None else self._logprobs(tokens, before)
             index, reason = number - self.requests[0].number, _REASONS[tokens[-1].finish]
+            said = message if self.chat else {"text": text}
             yield {"index": index, **said, "logprobs": shown, "finish_reason": reason}
 
     def _logprobs(self, events: list[Event], before: int) -> dict[str, Any]:
         tokens = [self._token(event.token, event.logprob) for event in events]
         tops = [[self._token(*each) for each in event.top] for event in events]
-        if self.asked.chat:
+        if self.chat:
             return {"content": [{**token, "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]}
         return {
             "tokens": [token["token"] for token in tokens],
@@ -211,7 +207,7 @@ class Answer:
         """Tokens, of which prompts count once for all their continuations; and how deep those went that were computed,
         prompts included, with the share of forward FLOPs that this saved against all layers for all tokens."""
         config, results = self.model.config, [request.result for request in self.requests]
-        read = sum(len(result.prompt_tokens) for result in results[:: self.asked.n])
+        read = sum(len(result.prompt_tokens) for result in results[:: self.asked["n"]])
         added = sum(len(result.tokens) for result in results)
         depths = [depth for result in results for depth in result.depths]
         taken = sum(sequence_flops(config, len(result.depths), result.routed) for result in results)

@@ -13,7 +13,7 @@ from depthgate.generation.text import Event, Generation
 from depthgate.serve.protocol import RequestError
 
 MOST_UNREAD = 4096  # tokens of each sequence that a client may be behind
-_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_SECONDS = ("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1", "5", "30", "+Inf")
 
 
 class Metrics(defaultdict[str, float]):
@@ -22,10 +22,9 @@ class Metrics(defaultdict[str, float]):
     def took(self, name: str, seconds: float) -> None:
         """Add a duration to a histogram."""
         for most in _SECONDS:
-            self[f'{name}_bucket{{le="{most}"}}'] += seconds <= most
-        for each in ('bucket{le="+Inf"}', "count"):
-            self[f"{name}_{each}"] += 1
+            self[f'{name}_bucket{{le="{most}"}}'] += seconds <= float(most)
         self[f"{name}_sum"] += seconds
+        self[f"{name}_count"] += 1
 
     def finished(self, result: Generation, layers: int) -> None:
         """Add a sequence that a model with so many layers has finished."""
@@ -42,32 +41,13 @@ class Job:
         self.worker, self.arrived, self.deadline = worker, arrived, arrived + worker.timeout
         self.requests: dict[int, Request] = {}
         self.told: dict[int, float] = {}  # when the last token of each came
-        self._left = 0  # that have not finished
-        self._unread: list[Event] = []
-        self._error: RequestError | None = None
-        self._news = asyncio.Event()
+        self.unread: asyncio.Queue[Event | RequestError] = asyncio.Queue()
         late = RequestError(504, "the answer takes longer than the server allows: ask for less")
         self._timer = asyncio.get_running_loop().call_at(self.deadline, self.fail, late)
 
-    def add(self, request: Request) -> None:
-        """Take on a continuation."""
-        self.requests[request.number], self.worker.jobs[request.number] = request, self
-        self._left += 1
-
-    def tell(self, event: Event) -> None:
-        """Take in a token."""
-        self._unread.append(event)
-        self._left -= event.finish is not None
-        self._news.set()
-        if event.finish == "error":
-            self.fail(RequestError(500, str(self.requests[event.request].fault)))
-        elif len(self._unread) > MOST_UNREAD * len(self.requests):
-            self.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
-
     def fail(self, error: RequestError) -> None:
         """End with an error, which the client gets in place of what it has not read."""
-        self._error = error
-        self._news.set()
+        self.unread.put_nowait(error)
         self.close()
 
     def close(self) -> None:
@@ -78,16 +58,17 @@ class Job:
                 self.worker.engine.cancel(request)
 
     async def news(self) -> AsyncIterator[list[Event]]:
-        """Tokens as they come, until all are there: all since the last time, at least one."""
-        while self._left or self._unread or self._error:
-            if self._error is not None:
-                raise self._error
-            news, self._unread = self._unread, []
-            if news:
-                yield news
-            else:
-                self._news.clear()
-                await self._news.wait()
+        """Tokens until all are there, those together that came since the last time."""
+        left = len(self.requests)
+        while left:
+            news: list[Event] = []
+            while not news or not self.unread.empty():
+                found = await self.unread.get()
+                if isinstance(found, RequestError):
+                    raise found
+                news.append(found)
+                left -= found.finish is not None
+            yield news
 
 
 class Worker:
@@ -95,8 +76,7 @@ class Worker:
 
     def __init__(self, engine: Engine, most: int, timeout: float) -> None:
         """most: sequences that may run and wait. timeout: seconds that a job may take."""
-        self.engine, self.most, self.timeout = engine, most, timeout
-        self.metrics = Metrics(float)
+        self.engine, self.most, self.timeout, self.metrics = engine, most, timeout, Metrics(float)
         self.failed: str | None = None  # why the engine has stopped
         self.jobs: dict[int, Job] = {}  # by the numbers of their requests
         self._thread = ThreadPoolExecutor(1, "depthgate engine")
@@ -117,7 +97,8 @@ class Worker:
         job = Job(self, arrived)
         try:
             for prompt, sampling in product(prompts, samplings):
-                job.add(self.engine.add(Generation(prompt.prompt, prompt.prompt_tokens), sampling, top))
+                request = self.engine.add(Generation(prompt.prompt, prompt.prompt_tokens), sampling, top)
+                job.requests[request.number], self.jobs[request.number] = request, job
         except Exception:
             job.close()
             raise
@@ -127,21 +108,27 @@ class Worker:
         return job
 
     async def _turn(self) -> None:
-        loop, layers = asyncio.get_running_loop(), self.engine.model.config.layers
+        loop = asyncio.get_running_loop()
         try:
             while self.engine.running or self.engine.waiting:
                 for event in await loop.run_in_executor(self._thread, self.engine.turn):
-                    if (job := self.jobs.get(event.request)) is None:  # it was cancelled meanwhile
-                        continue
-                    name = "token_latency_seconds" if event.request in job.told else "time_to_first_token_seconds"
-                    self.metrics.took(name, loop.time() - job.told.get(event.request, job.arrived))
-                    job.told[event.request] = loop.time()
-                    if event.finish is not None:
-                        del self.jobs[event.request]
-                        self.metrics.finished(job.requests[event.request].result, layers)
-                    job.tell(event)
+                    if event.request in self.jobs:  # it was not cancelled meanwhile
+                        self._deliver(event, self.jobs[event.request], loop.time())
         except Exception as error:
             traceback.print_exc()
             self.failed = f"{type(error).__name__}: {str(error)[:200]}"
             for job in set(self.jobs.values()):
                 job.fail(RequestError(500, f"the engine failed: {self.failed}"))
+
+    def _deliver(self, event: Event, job: Job, now: float) -> None:
+        name = "token_latency_seconds" if event.request in job.told else "time_to_first_token_seconds"
+        self.metrics.took(name, now - job.told.get(event.request, job.arrived))
+        job.told[event.request] = now
+        job.unread.put_nowait(event)
+        if event.finish is not None:
+            del self.jobs[event.request]
+            self.metrics.finished(job.requests[event.request].result, self.engine.model.config.layers)
+        if event.finish == "error":
+            job.fail(RequestError(500, str(job.requests[event.request].fault)))
+        elif job.unread.qsize() > MOST_UNREAD * len(job.requests):
+            job.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
