@@ -5,6 +5,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,88 +16,68 @@ from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine, Request
 from depthgate.generation.text import Event
 from depthgate.hf.decoder_weights import to_decoder
-from depthgate.model import Decoder
-
-_MEMORY = 2**16  # tokens of keys and values; more where one sequence may be longer
 
 
 class Manager:
-    """Stands where transformers has its ContinuousBatchingManager."""
+    """Stands where transformers has its ContinuousBatchingManager, whose methods these are."""
 
     warmed_up = True
 
     def __init__(self, model: Any, config: Any) -> None:
         if (config.num_return_sequences or 1) > 1 or (config.num_beams or 1) > 1:
             raise DepthgateError("continuous batching gives one sampled text a request: leave beams and copies out")
-        decoder: Decoder = to_decoder(model).eval()
-        self.engine, self.config = Engine(decoder, memory=max(_MEMORY, decoder.config.context)), config
+        self.engine, self.config = Engine(to_decoder(model).eval()), config
         self.fatal_error: Exception | None = None
-        self.background_thread_status = self  # where newer versions look for the error
+        self.background_thread_status = self  # where transformers looks for the error
         self._wanted: dict[int, tuple[Request, GenerationOutput, list[int], bool]] = {}  # with ends, and if it streams
-        self._handlers: dict[str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]] = {}
+        self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
         self._outputs: list[GenerationOutput] = []  # that nobody has asked for yet
-        self._news, self._wake = threading.Condition(), threading.Event()
-        self._thread, self._open, self._running = threading.Thread(), False, False
+        self._news, self._open = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to compute."""
-        if not self.is_running():
-            self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
-            self._open = self._running = True
-            self._thread.start()
+        self._open = True
+        self._thread.start()
 
     def is_running(self) -> bool:
-        """True while requests are computed, or waited for."""
-        return self._running
+        return bool(self._open or self._wanted)
 
-    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False, **_: Any) -> None:
-        """Take no further requests; those that run are finished, or cancelled if it is to be hard."""
-        self._open = False
-        for each in [*self._wanted.values()] if hard_stop else []:
-            self.engine.cancel(each[0])
-        self._wake.set()
+    def stop(self, block: bool = True, timeout: float | None = None, **_: Any) -> None:
+        """Take no further requests; those that run are finished."""
+        with self._news:
+            self._open = False
+            self._news.notify_all()
         if block and self._thread.is_alive():
             self._thread.join(timeout)
 
     destroy = stop
 
-    def add_request(
-        self,
-        input_ids: Sequence[int],
-        request_id: str | None = None,
-        max_new_tokens: int | None = None,
-        streaming: bool = False,
-        record_timestamps: bool = False,  # noqa: ARG002
-        eos_token_id: int | list[int] | None = None,
-        **options: Any,
-    ) -> str:
-        """Add a prompt to the queue; the name of the request. `options` are those of Sampling."""
+    def add_request(self, input_ids: Sequence[int], request_id: str | None = None, **options: Any) -> str:
+        """Add a prompt to the queue. Options that change something: max_new_tokens, eos_token_id and streaming."""
         if not self._open:
             raise DepthgateError("the engine is not running: start the manager")
-        ends = self.config.eos_token_id if eos_token_id is None else eos_token_id
-        room = max(1, self.engine.most - len(input_ids))
-        most = min(room, max_new_tokens or self.config.max_new_tokens or room)
+        ends, room = options.get("eos_token_id"), max(1, self.engine.most - len(input_ids))
+        ends = self.config.eos_token_id if ends is None else ends
+        most = min(room, options.get("max_new_tokens") or self.config.max_new_tokens or room)
         seed = int(torch.randint(2**62, ()))  # so that torch.manual_seed holds
-        with self._news:  # its tokens wait until it is known
-            sampling = Sampling(**{**_sampling(self.config), **options, "max_new_tokens": most, "seed": seed})
+        sampling = Sampling(**_sampling(self.config), max_new_tokens=most, seed=seed)
+        with self._news:
             request = self.engine.submit(list(input_ids), sampling)
             output = GenerationOutput(request_id or f"req_{request.number}", request.result.prompt_tokens)
-            self._wanted[request.number] = request, output, ends if isinstance(ends, list) else [ends], streaming
-        self._wake.set()
+            ends = ends if isinstance(ends, list) else [ends]
+            self._wanted[request.number] = request, output, ends, options.get("streaming", False)
+            self._news.notify_all()
         return str(output.request_id)
 
     def add_requests(self, inputs: Iterable[Sequence[int]], **options: Any) -> list[str]:
-        """Add several prompts; the names of the requests."""
         return [self.add_request(ids, **options) for ids in inputs]
 
     def cancel_request(self, request_id: str) -> None:
-        """End a request; nothing more comes of it."""
         with self._news:
             for request, output, *_ in [*self._wanted.values()]:
                 if output.request_id == request_id:
                     del self._wanted[request.number]
                     self.engine.cancel(request)
-        self._wake.set()
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next output, of one request or of any; None if the time is up or nothing more will come."""
@@ -116,55 +97,51 @@ class Manager:
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Have the outputs of a request handed to a function in this event loop."""
         with self._news:
-            self._handlers[request_id] = callback, asyncio.get_running_loop()
+            self._handlers[request_id] = partial(asyncio.get_running_loop().call_soon_threadsafe, callback)
             early, self._outputs = self._outputs, []
             for output in early:
                 self._send(output)
 
     def _run(self) -> None:
         try:
-            while self._open or self._wanted:
-                self._wake.clear()  # before the turn: what comes during it must not be missed
+            while self.is_running():
                 events = self.engine.turn()
                 with self._news:
                     for event in events:
                         self._take(event)
-                if self._open and not self._wanted:
-                    self._wake.wait()
+                    self._news.wait_for(lambda: self._wanted or not self._open)
         except Exception as error:
-            self.fatal_error, self._open = error, False
-            with self._news:
-                for _, output, *_ in self._wanted.values():
-                    self._send(replace(output, status=RequestStatus.FAILED, error=str(error)))
+            self.fatal_error = error
         with self._news:
-            self._running = False
+            self._open = False
+            for _, output, *_ in self._wanted.values():
+                self._send(replace(output, status=RequestStatus.FAILED, error=str(self.fatal_error)))
+            self._wanted.clear()
             self._news.notify_all()
 
     def _take(self, event: Event) -> None:
         if event.request not in self._wanted:  # it was cancelled
             return
-        request, output, ends, streaming = self._wanted[event.request]
-        failed, done = event.finish in ("error", "cancelled"), event.finish is not None or event.token in ends
-        output.generated_tokens += [] if failed else [event.token]
+        request, output, ends, streams = self._wanted[event.request]
+        done, fault = event.finish is not None or event.token in ends, request.fault
+        output.generated_tokens += [] if fault else [event.token]
         if done:
             del self._wanted[event.request]
             self.engine.cancel(request)  # has no effect if it is finished
-        if done or streaming:
-            status = RequestStatus.FAILED if failed else RequestStatus.FINISHED if done else RequestStatus.DECODING
-            self._send(replace(output, status=status, error=event.finish if failed else None))
+        if done or streams:
+            status = RequestStatus.FAILED if fault else RequestStatus.FINISHED if done else RequestStatus.DECODING
+            tokens = list(output.generated_tokens)  # not those which grow
+            self._send(replace(output, generated_tokens=tokens, status=status, error=str(fault) if fault else None))
 
     def _send(self, output: GenerationOutput) -> None:
-        output.generated_tokens = list(output.generated_tokens)  # no longer that which grows
-        if output.request_id not in self._handlers:
+        if handler := self._handlers.get(output.request_id):
+            handler(output)
+        else:
             self._outputs.append(output)
             self._news.notify_all()
-            return
-        callback, loop = self._handlers[output.request_id]
         if output.is_finished():
-            del self._handlers[output.request_id]
-        loop.call_soon_threadsafe(callback, output)
+            self._handlers.pop(output.request_id, None)
 
 
 def _sampling(config: Any) -> dict[str, Any]:
