@@ -91,18 +91,18 @@ def replicate(config: ServeConfig, port: int, ready: Callable[[], None]) -> int:
             self.app.worker.check(0)
 
     here, keys = replace(config, model=os.path.abspath(config.model)), config.keys()  # replicas have other folders
-    how: Any = {
-        "num_replicas": config.replicas,
-        "max_ongoing_requests": config.rows + config.queue,
-        "graceful_shutdown_timeout_s": config.timeout,
-        "ray_actor_options": {"num_gpus": int(resolve_device(config.device) == "cuda")},
-    }
     ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     stop = threading.Event()
     try:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": config.host, "port": port})
-        deployment: Any = serve.deployment(serve.ingress(lambda: build(here, keys))(Replica), **how)
+        deployment: Any = serve.deployment(
+            serve.ingress(lambda: build(here, keys))(Replica),
+            num_replicas=config.replicas,
+            max_ongoing_requests=config.rows + config.queue,
+            graceful_shutdown_timeout_s=config.timeout,
+            ray_actor_options={"num_gpus": int(resolve_device(config.device) == "cuda")},
+        )
         serve.run(deployment.bind(), name="depthgate", route_prefix="/")
         with handled(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
             ready()

@@ -5,7 +5,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -97,8 +96,9 @@ class Manager:
                 return
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        loop = asyncio.get_running_loop()
         with self._news:
-            self._handlers[request_id] = partial(asyncio.get_running_loop().call_soon_threadsafe, callback)
+            self._handlers[request_id] = lambda output: loop.call_soon_threadsafe(callback, output)
             early, self._outputs = self._outputs, []
             for output in early:
                 self._send(output)

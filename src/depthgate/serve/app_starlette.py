@@ -5,6 +5,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from depthgate.generation.engine import Engine
 from depthgate.generation.text import Generation, read_prompts
 from depthgate.loading import LoadedDecoder
 from depthgate.serve.config import ServeConfig
-from depthgate.serve.protocol import Answer, RequestError, encode_chat, find_template, read, samplings
+from depthgate.serve.protocol import Answer, RequestError, encode_chat, find_template, read
 from depthgate.serve.worker import Job, Worker
 
 GRACE = 5.0  # seconds to send an error after the time is up
@@ -107,15 +108,17 @@ class App(Starlette):
         return bytes(body)
 
     def _wanted(self, asked: dict[str, Any]) -> tuple[list[Generation], list[Sampling]]:
-        """Prompts, and the options of each continuation. Unless told, a completion has 16 tokens, and the answer in a
-        chat as many as there is room for."""
+        """Prompts, and the options of the continuations of each, whose seeds follow each other. Unless told, a
+        completion has 16 tokens, and the answer in a chat as many as there is room for."""
         most, chat = self.config.max_tokens or self.engine.most, "messages" in asked
         if (asked["max_tokens"] or 0) > most:
             raise RequestError(400, f"max_tokens is {asked['max_tokens']}: ask for at most {most}", "max_tokens")
         given = [encode_chat(self.template, asked["messages"])] if chat else asked["prompt"]
         prompts = read_prompts(self.model, given)
         usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if chat else 16
-        return prompts, samplings(asked, min(most, usual))
+        seed, length = asked.get("seed", secrets.randbits(62)), asked["max_tokens"] or min(most, usual)
+        one = Sampling(**asked["sampling"], max_new_tokens=length)
+        return prompts, [replace(one, seed=(seed + i) % 2**63) for i in range(asked["n"])]
 
 
 async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,7 +131,8 @@ async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send:
     async def said() -> None:
         if answer.asked["stream"]:
             headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold events back
-            await StreamingResponse(_events(job, answer), 200, headers, "text/event-stream").stream_response(send)
+            events = (f"data: {event}\n\n" async for event in _events(job, answer))
+            await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
         else:
             told = [event async for news in job.news() for event in news]
             whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
@@ -147,21 +151,17 @@ async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send:
 
 
 async def _events(job: Job, answer: Answer) -> AsyncIterator[str]:
-    """Server-sent events. Tokens that came while the client was reading go together."""
-    head = answer.head | ({"usage": None} if answer.asked["stream_options"].get("include_usage") else {})
+    """Tokens as they come, those together that came while the client was reading; usage; and the end."""
+    head = answer.head | ({"usage": None} if answer.asked.get("stream_options", {}).get("include_usage") else {})
     try:
         async for news in job.news():
             for choice in answer.choices(news):
-                yield _data({**head, "choices": [choice]})
+                yield json.dumps({**head, "choices": [choice]})
         if "usage" in head:
-            yield _data({**head, "choices": [], "usage": answer.usage()})
-        yield "data: [DONE]\n\n"
+            yield json.dumps({**head, "choices": [], "usage": answer.usage()})
+        yield "[DONE]"
     except RequestError as error:
-        yield _data(error.body)
-
-
-def _data(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value)}\n\n"
+        yield json.dumps(error.body)
 
 
 def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -18,6 +18,7 @@ from depthgate.flops import sequence_flops
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Request
 from depthgate.generation.text import Event
+from depthgate.hf.folder import find_tokenizer
 from depthgate.loading import LoadedDecoder, is_hugging_face
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -85,7 +86,8 @@ CHAT = _BOTH | {
 
 
 def read(body: bytes, chat: bool) -> dict[str, Any]:
-    """The parameters in a body, in the words of completions; what is unknown or wrong is refused by its name."""
+    """The parameters in a body, in the words of completions, and the options of Sampling among them; what is unknown or
+    wrong is refused by its name."""
     known, needed, name = CHAT if chat else COMPLETION, "messages" if chat else "prompt", None
     try:
         given = json.loads(body.decode())
@@ -101,20 +103,13 @@ def read(body: bytes, chat: bool) -> dict[str, Any]:
         raise RequestError(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
     if given.get(needed) is None:
         raise RequestError(400, f"{needed} is missing: give some", needed)
-    asked = {"model": None, "n": 1, "stream": False, "stream_options": {}, "max_tokens": None, "logprobs": None}
+    asked: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "logprobs")) | {"n": 1, "stream": False}
     asked |= {name: value for name, value in given.items() if value is not None}
+    asked["sampling"] = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
     if chat:
         asked["max_tokens"] = asked.get("max_completion_tokens", asked["max_tokens"])
         asked["logprobs"] = asked.get("top_logprobs", 0 if asked["logprobs"] else None)
     return asked
-
-
-def samplings(asked: dict[str, Any], usual: int) -> list[Sampling]:
-    """The options of each of the n continuations of a prompt, whose seeds follow each other, and which have the usual
-    number of tokens unless told."""
-    given = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
-    given["max_new_tokens"], seed = asked["max_tokens"] or usual, asked.get("seed", secrets.randbits(62))
-    return [Sampling(**given, seed=(seed + i) % 2**63) for i in range(asked["n"])]
 
 
 def find_template(model: str) -> Any:
@@ -123,8 +118,6 @@ def find_template(model: str) -> Any:
     folder = home if is_hugging_face(home) else run if run.is_dir() else home.absolute().parent / TOKENIZER
     config = folder / "tokenizer_config.json"
     if any(folder.glob("chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes()):
-        from depthgate.hf.folder import find_tokenizer
-
         return find_tokenizer(folder)
     return None
 
@@ -161,8 +154,7 @@ class Answer:
 
     def __init__(self, asked: dict[str, Any], requests: list[Request], model: LoadedDecoder, name: str) -> None:
         self.asked, self.requests, self.model, self.chat = asked, requests, model, "messages" in asked
-        kind = "chat.completion" if self.chat else "text_completion"
-        kind += ".chunk" if self.chat and asked["stream"] else ""
+        kind = "text_completion" if not self.chat else "chat.completion.chunk" if asked["stream"] else "chat.completion"
         self.head = {
             "id": f"{kind}-{secrets.token_hex(12)}",
             "object": kind,

@@ -13,25 +13,7 @@ from depthgate.generation.text import Event, Generation
 from depthgate.serve.protocol import RequestError
 
 MOST_UNREAD = 4096  # tokens of each sequence that a client may be behind
-_SECONDS = ("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1", "5", "30", "+Inf")
-
-
-class Metrics(defaultdict[str, float]):
-    """Figures since the start, by their names in Prometheus' text format."""
-
-    def took(self, name: str, seconds: float) -> None:
-        """Add a duration to a histogram."""
-        for most in _SECONDS:
-            self[f'{name}_bucket{{le="{most}"}}'] += seconds <= float(most)
-        self[f"{name}_sum"] += seconds
-        self[f"{name}_count"] += 1
-
-    def finished(self, result: Generation, layers: int) -> None:
-        """Add a sequence that a model with so many layers has finished."""
-        self["prompt_tokens_total"] += len(result.prompt_tokens)
-        self["generated_tokens_total"] += len(result.tokens)
-        self["layers_total"] += layers * len(result.depths)
-        self["layers_skipped_total"] += layers * len(result.depths) - sum(result.depths)
+_BUCKETS = ("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1", "5", "30", "+Inf")  # s
 
 
 class Job:
@@ -76,7 +58,8 @@ class Worker:
 
     def __init__(self, engine: Engine, most: int, timeout: float) -> None:
         """most: sequences that may run and wait. timeout: seconds that a job may take."""
-        self.engine, self.most, self.timeout, self.metrics = engine, most, timeout, Metrics(float)
+        self.engine, self.most, self.timeout = engine, most, timeout
+        self.metrics: defaultdict[str, float] = defaultdict(float)  # by their names in Prometheus' text format
         self.failed: str | None = None  # why the engine has stopped
         self.jobs: dict[int, Job] = {}  # by the numbers of their requests
         self._thread = ThreadPoolExecutor(1, "depthgate engine")
@@ -122,13 +105,26 @@ class Worker:
 
     def _deliver(self, event: Event, job: Job, now: float) -> None:
         name = "token_latency_seconds" if event.request in job.told else "time_to_first_token_seconds"
-        self.metrics.took(name, now - job.told.get(event.request, job.arrived))
+        self._took(name, now - job.told.get(event.request, job.arrived))
         job.told[event.request] = now
         job.unread.put_nowait(event)
         if event.finish is not None:
             del self.jobs[event.request]
-            self.metrics.finished(job.requests[event.request].result, self.engine.model.config.layers)
+            self._count(job.requests[event.request].result)
         if event.finish == "error":
             job.fail(RequestError(500, str(job.requests[event.request].fault)))
         elif job.unread.qsize() > MOST_UNREAD * len(job.requests):
             job.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
+
+    def _took(self, name: str, seconds: float) -> None:
+        for most in _BUCKETS:
+            self.metrics[f'{name}_bucket{{le="{most}"}}'] += seconds <= float(most)
+        self.metrics[f"{name}_sum"] += seconds
+        self.metrics[f"{name}_count"] += 1
+
+    def _count(self, result: Generation) -> None:
+        layers = self.engine.model.config.layers * len(result.depths)
+        self.metrics["prompt_tokens_total"] += len(result.prompt_tokens)
+        self.metrics["generated_tokens_total"] += len(result.tokens)
+        self.metrics["layers_total"] += layers
+        self.metrics["layers_skipped_total"] += layers - sum(result.depths)
