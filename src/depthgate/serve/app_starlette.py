@@ -124,30 +124,27 @@ class App(Starlette):
 async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send: Send) -> None:
     """Send what is said of a job, which ends with it, also where the client leaves or does not read."""
 
-    async def left() -> None:
+    async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        job.fail(RequestError(499, "the client has left"))
 
-    async def said() -> None:
-        if answer.asked["stream"]:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold events back
-            events = (f"data: {event}\n\n" async for event in _events(job, answer))
-            await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
-        else:
-            told = [event async for news in job.news() for event in news]
-            whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
-            await _json(whole)(scope, receive, send)
-
-    tasks = [asyncio.create_task(said()), asyncio.create_task(left())]
-    seconds = job.deadline + GRACE - asyncio.get_running_loop().time()
+    watching = asyncio.create_task(watch())
     try:
-        done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()  # raises its error
+        async with asyncio.timeout_at(job.deadline + GRACE):
+            if answer.asked["stream"]:
+                events = (f"data: {event}\n\n" async for event in _events(job, answer))
+                headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # nginx would hold events back
+                await StreamingResponse(events, 200, headers, "text/event-stream").stream_response(send)
+            else:
+                told = [event async for news in job.news() for event in news]
+                whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
+                await _json(whole)(scope, receive, send)
+    except TimeoutError:  # nobody reads
+        pass
     finally:
+        watching.cancel()
         job.close()
-        for task in tasks:
-            task.cancel()
 
 
 async def _events(job: Job, answer: Answer) -> AsyncIterator[str]:

@@ -18,7 +18,6 @@ from depthgate.flops import sequence_flops
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Request
 from depthgate.generation.text import Event
-from depthgate.hf.folder import find_tokenizer
 from depthgate.loading import LoadedDecoder, is_hugging_face
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -60,7 +59,8 @@ _NOT_DONE = {  # what is taken at the value that asks for nothing
     **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": ""},
     **{"tools": [], "response_format": {"type": "text"}},
 }
-_text, _flag = (partial(_check_kind, kind=kind, what=what) for kind, what in ((str, "text"), (bool, "true or false")))
+_text = partial(_check_kind, kind=str, what="text")
+_flag = partial(_check_kind, kind=bool, what="true or false")
 _BOTH: dict[str, Check] = {
     **{name: partial(_check_among, allowed=(value,)) for name, value in _NOT_DONE.items()},
     **{name: _SAMPLING[name] for name in _FILTERS},
@@ -106,7 +106,7 @@ def read(body: bytes, chat: bool) -> dict[str, Any]:
     asked: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "logprobs")) | {"n": 1, "stream": False}
     asked |= {name: value for name, value in given.items() if value is not None}
     asked["sampling"] = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
-    if chat:
+    if chat:  # says it in other words
         asked["max_tokens"] = asked.get("max_completion_tokens", asked["max_tokens"])
         asked["logprobs"] = asked.get("top_logprobs", 0 if asked["logprobs"] else None)
     return asked
@@ -118,6 +118,8 @@ def find_template(model: str) -> Any:
     folder = home if is_hugging_face(home) else run if run.is_dir() else home.absolute().parent / TOKENIZER
     config = folder / "tokenizer_config.json"
     if any(folder.glob("chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes()):
+        from depthgate.hf.folder import find_tokenizer
+
         return find_tokenizer(folder)
     return None
 
@@ -155,12 +157,7 @@ class Answer:
     def __init__(self, asked: dict[str, Any], requests: list[Request], model: LoadedDecoder, name: str) -> None:
         self.asked, self.requests, self.model, self.chat = asked, requests, model, "messages" in asked
         kind = "text_completion" if not self.chat else "chat.completion.chunk" if asked["stream"] else "chat.completion"
-        self.head = {
-            "id": f"{kind}-{secrets.token_hex(12)}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": name,
-        }
+        self.head = {"id": f"dg-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": name}
         self._said: dict[int, int] = {}  # characters of each continuation that has begun
 
     def choices(self, events: list[Event]) -> Iterator[dict[str, Any]]:
