@@ -76,6 +76,8 @@ def test_requests_come_and_go(model):
     manager.start()
     with pytest.raises(dg.DepthgateError, match="token id"):
         manager.add_request([10**6])
+    with pytest.raises(dg.DepthgateError, match="temperature is not an option"):
+        manager.add_request([1, 5], temperature=0.5)
     name = manager.add_request([1, 5], max_new_tokens=8, streaming=True, eos_token_id=-1)
     parts = list(manager.request_id_iter(name))
     assert [len(part.generated_tokens) for part in parts] == list(range(1, 9))

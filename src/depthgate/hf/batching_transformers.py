@@ -16,6 +16,8 @@ from depthgate.generation.engine import Engine, Request
 from depthgate.generation.text import Event
 from depthgate.hf.decoder_weights import to_decoder
 
+_OPTIONS = {"max_new_tokens", "eos_token_id", "streaming", "record_timestamps"}  # the last has no effect
+
 
 class Manager:
     """Stands where transformers has its ContinuousBatchingManager, whose methods these are."""
@@ -31,7 +33,7 @@ class Manager:
         self._wanted: dict[int, tuple[Request, GenerationOutput, list[int], bool]] = {}  # with ends, and if it streams
         self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
         self._outputs: list[GenerationOutput] = []  # that nobody has asked for yet
-        self._news, self._open = threading.Condition(), False
+        self._news, self._open = threading.Condition(), False  # the first guards all of this
         self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
 
     def start(self) -> None:
@@ -52,15 +54,17 @@ class Manager:
     destroy = stop
 
     def add_request(self, input_ids: Sequence[int], request_id: str | None = None, **options: Any) -> str:
-        """Add a prompt to the queue. Options that change something: max_new_tokens, eos_token_id and streaming."""
-        if not self._open:
-            raise DepthgateError("the engine is not running: start the manager")
+        """Add a prompt to the queue. Options: max_new_tokens, eos_token_id and streaming."""
+        if unknown := options.keys() - _OPTIONS:
+            raise DepthgateError(f"{min(unknown)} is not an option of a request: set it in the generation config")
         ends, room = options.get("eos_token_id"), max(1, self.engine.most - len(input_ids))
         ends = self.config.eos_token_id if ends is None else ends
         most = min(room, options.get("max_new_tokens") or self.config.max_new_tokens or room)
         seed = int(torch.randint(2**62, ()))  # so that torch.manual_seed holds
         sampling = Sampling(**_sampling(self.config), max_new_tokens=most, seed=seed)
         with self._news:
+            if not self._open:
+                raise DepthgateError("the engine is not running: start the manager")
             request = self.engine.submit(list(input_ids), sampling)
             output = GenerationOutput(request_id or f"req_{request.number}", request.result.prompt_tokens)
             ends = ends if isinstance(ends, list) else [ends]

@@ -106,7 +106,7 @@ def read(body: bytes, chat: bool) -> dict[str, Any]:
     asked: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "logprobs")) | {"n": 1, "stream": False}
     asked |= {name: value for name, value in given.items() if value is not None}
     asked["sampling"] = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
-    if chat:  # says it in other words
+    if chat:  # has other names for these
         asked["max_tokens"] = asked.get("max_completion_tokens", asked["max_tokens"])
         asked["logprobs"] = asked.get("top_logprobs", 0 if asked["logprobs"] else None)
     return asked

@@ -1,4 +1,4 @@
-"""The engine at work: jobs of clients, who wait for its tokens in the event loop, and figures of what was done."""
+"""The engine at work: the jobs of clients, who wait for tokens in the event loop, and figures of what was done."""
 
 import asyncio
 import traceback
@@ -13,7 +13,7 @@ from depthgate.generation.text import Event, Generation
 from depthgate.serve.protocol import RequestError
 
 MOST_UNREAD = 4096  # tokens of each sequence that a client may be behind
-_BUCKETS = ("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1", "5", "30", "+Inf")  # s
+_SECONDS = ("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", "0.5", "1", "5", "30", "+Inf")
 
 
 class Job:
@@ -117,7 +117,7 @@ class Worker:
             job.fail(RequestError(408, "the answer is read too slowly: it was cancelled"))
 
     def _took(self, name: str, seconds: float) -> None:
-        for most in _BUCKETS:
+        for most in _SECONDS:
             self.metrics[f'{name}_bucket{{le="{most}"}}'] += seconds <= float(most)
         self.metrics[f"{name}_sum"] += seconds
         self.metrics[f"{name}_count"] += 1
