@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -57,6 +58,8 @@ class Engine:
     ) -> None:
         """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
         can hold. chunk: tokens of prompts that are read in a turn. page: tokens of a page."""
+        if why := cannot_run(model):
+            raise InvalidValueError(why)
         config = model.config
         self.model, self.chunk, self.rows = model, check_count(chunk, "chunk"), check_count(rows, "rows")
         self.page = min(check_count(page, "page"), config.context)
@@ -280,6 +283,18 @@ class Engine:
 def _most(requests: Iterable[Request]) -> int | None:
     """The most log-probabilities that one of the requests asks for."""
     return max((request.top for request in requests if request.top is not None), default=None)
+
+
+def cannot_run(model: Decoder) -> str:
+    """The reason why an engine cannot run a model where it is; "" if it can."""
+    weight = model.embed.weight
+    if weight.is_cuda and find_spec("triton") is None:
+        return "the engine's kernels need triton: pip install triton"
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return "the engine's kernels need a GPU of compute capability 8.0 or later"
+    if weight.is_cuda and weight.dtype is torch.float64:
+        return "the engine's kernels do not compute in float64: use float32 or bfloat16"
+    return ""
 
 
 def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int) -> Generator[Event]:
