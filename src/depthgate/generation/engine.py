@@ -89,6 +89,15 @@ class Engine:
         """Requests that are read or written."""
         return len(self._active) + (len(self._reading[0]) if self._reading else 0)
 
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the pages that hold keys and values now."""
+        return sum(
+            layer.kv[0].nbytes * len(request.pages[layer.group])
+            for request in self._active
+            for layer in self.batch.layers
+        )
+
     def submit(self, prompt: Prompt, sampling: Sampling, logprobs: int | None = None) -> Request:
         """Add a request to the end of the queue. `logprobs`: also find the log-probability of each token, and of so
         many of the likeliest."""
