@@ -1,14 +1,13 @@
 """`dg.generate` and `dg.stream`: prompts and options in; results, or their tokens one by one, out."""
 
-import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import fields
 from inspect import Parameter, signature
 from typing import Any
 
-from depthgate.errors import DepthgateWarning, InvalidValueError
+from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
-from depthgate.generation.engine import cannot_run, run
+from depthgate.generation.engine import run
 from depthgate.generation.plain import Reader, decode, search
 from depthgate.generation.text import Event, Generation, Prompt, check_stops, read_prompts
 from depthgate.model import Decoder
@@ -27,17 +26,12 @@ def _events(
     options: dict[str, Any],
     cache: bool,
     chunk: int,
-    engine: bool | None,
+    engine: bool,
 ) -> tuple[list[Generation], Generator[Event]]:
     sampling, todo = Sampling.of(options), read_prompts(model, prompts)
-    able = cache and sampling.beams == 1
-    if engine and not able:
+    if engine and (not cache or sampling.beams > 1):
         what = "cache is False" if not cache else f"beams is {sampling.beams}"
         raise InvalidValueError(f"engine is True and {what}: leave one of them out")
-    if engine is None and able and model.embed.weight.is_cuda:
-        engine = not (why := cannot_run(model))
-        if why:
-            warnings.warn(f"generation is slower than it could be: {why}", DepthgateWarning, stacklevel=3)
     if not engine:
         return todo, events(Reader(model, len(todo), cache, chunk), todo, sampling)
     check_stops(model, sampling)
@@ -51,7 +45,7 @@ def stream(
     *,
     cache: bool = True,
     chunk: int = 512,
-    engine: bool | None = None,
+    engine: bool = False,
     **options: Any,
 ) -> Generator[Event]:
     """The tokens of `generate` one by one, as they come; with beams, when the best continuation is known.
@@ -66,7 +60,7 @@ def generate(
     *,
     cache: bool = True,
     chunk: int = 512,
-    engine: bool | None = None,
+    engine: bool = False,
     callback: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> list[Generation]:
@@ -77,7 +71,7 @@ def generate(
     Args:
         cache: keep keys and values; without, all is computed again for each token, with the same result in float32
         chunk: tokens of a prompt computed at once
-        engine: compute with the engine of `depthgate serve`, the same in float32 and faster; on CUDA unless told
+        engine: compute with the engine of `depthgate serve`: the same in float32, and faster
         callback: gets each token as it comes; with beams, when the best continuation is known"""
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")

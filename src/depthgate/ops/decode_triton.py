@@ -243,6 +243,7 @@ def _attend(
             slow = (half >= HALF // 2)[None, :] & (length > 0)
             old_a = tl.load(last, real, other=0.0).to(tl.float32)
             old_b = tl.load(last + HALF, real, other=0.0).to(tl.float32)
+            tl.debug_barrier()  # several threads load the same key: all of them before one stores
             tl.store(last, new_a.to(dtype), real)
             tl.store(last + HALF, new_b.to(dtype), real)
             new_a, new_b = tl.where(slow, old_a, new_a), tl.where(slow, old_b, new_b)
