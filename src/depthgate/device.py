@@ -147,6 +147,13 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
     return 2.0 * n**3 / min(interleaved({"product": lambda: a @ b}, turns, 2, device)["product"])
 
 
+def copy_rate(device: str) -> float:
+    """Bytes a second that a large copy reads and writes here: the limit of a decode step."""
+    source = torch.empty(2**30 if device.startswith("cuda") else 2**26, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2.0 * len(source) / min(interleaved({"copy": lambda: target.copy_(source)}, 5, 2, device)["copy"])
+
+
 def machine(device: str = "cpu") -> dict[str, Any]:
     """Facts that a figure must carry: hardware, versions, date, and the commit where the source lies in git."""
     return {

@@ -36,7 +36,13 @@ def measured(capsys: pytest.CaptureFixture[str], *options: str) -> dict[tuple[st
     assert main([*BENCH, "--json", *options]) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report) == {"machine", "config", "rows"}
-    return {(row["model"], row["batch"], row["context"]): row for row in report["rows"]}
+    both = {path: [row for row in report["rows"] if row["path"] == path] for path in ("plain", "engine")}
+    found = [{(row["model"], row["batch"], row["context"]): row for row in rows} for rows in both.values()]
+    assert found[0].keys() == found[1].keys()
+    for plain, engine in zip(both["plain"], both["engine"], strict=True):
+        assert engine["kv_bytes"] > 0
+        assert min(engine["bandwidth_share"], plain["bandwidth_share"]) > 0
+    return found[0]
 
 
 def test_runs_are_measured_as_they_are(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +70,17 @@ def test_held_out_text_is_read_as_far_as_the_context_goes(home: Path, capsys: py
     assert set(measured(capsys, "--models=mod", "--batch=2")) == {("mod", 2, 48 - 8)}
     assert main([*BENCH, "--models=dense,mod", "--batch=1", "--dtype=bfloat16"]) == 0
     table = capsys.readouterr().out
-    assert [line.split()[0] for line in table.splitlines() if " 40 " in line] == ["dense", "mod"]
+    shown = [line.split()[:2] for line in table.splitlines() if " 40 " in line]
+    assert shown == [[name, path] for name in ("dense", "mod") for path in ("plain", "engine")]
     assert table.count("1.00x") >= 4
+
+
+def test_pages_of_the_engine_are_counted_by_hand(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A page holds a context of 48 tokens of a layer: every row has one in each of two layers."""
+    capsys.readouterr()
+    assert main([*BENCH, "--json", "--models=dense", "--data=read.py", "--batch=3", "--context=24"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["kv_bytes"] for row in rows if row["path"] == "engine"] == [3 * 2 * 48 * _KV]
 
 
 def test_a_cache_that_is_wrong_gets_no_time(

@@ -1,8 +1,8 @@
 """`depthgate bench`: how fast models read and write, and the memory that they take: our runs and Hugging Face folders.
 
 Every model reads the same text with its own tokenizer into a cache, and goes on greedily. It is timed only if its
-logits with the cache are those without, in float32. Timed rounds go through all models in turn, so that a drift of the
-machine meets all of them alike.
+logits with the cache are those without, in float32. Our runs are also timed on the path of the engine, if its tokens
+are the same. Timed rounds go through all models in turn, so that a drift of the machine meets all of them alike.
 """
 
 import json
@@ -18,19 +18,24 @@ from torch import Tensor
 
 from depthgate.config import BenchConfig
 from depthgate.console import print_table
-from depthgate.device import interleaved, machine, resolve_device
+from depthgate.device import copy_rate, interleaved, machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.generation.calls import generate
+from depthgate.generation.config import Sampling
+from depthgate.generation.engine import Engine, cannot_run
 from depthgate.generation.plain import Reader
 from depthgate.hf.adapter import cast
 from depthgate.loading import LanguageModel, LoadedDecoder, open_model, text_of
 
 _CHECKED = (24, 12)  # tokens that are read, and written, to compare logits
 _TOLERANCE = 1e-3  # of the largest logit
-_FIGURES = ("prefill_tokens_per_second", "decode_tokens_per_second", "memory_bytes", "kv_bytes")
+_FIGURES = ("prefill_tokens_per_second", "decode_tokens_per_second", "memory_bytes", "kv_bytes", "bandwidth_share")
 
 
 class _Cached:
     """A model with its cache: one of our runs with our own, a Hugging Face model with that of transformers."""
+
+    path = "plain"
 
     def __init__(self, model: Any) -> None:
         self.model, self.ours = model, isinstance(model, LoadedDecoder)
@@ -60,6 +65,28 @@ class _Cached:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers if layer.is_initialized)
 
 
+class _ByEngine(_Cached):
+    """One of our runs, on the path of the engine."""
+
+    path = "engine"
+
+    def read(self, ids: Tensor) -> None:
+        new = self.room - ids.shape[1]
+        self.engine = Engine(self.net, rows=len(ids), memory=len(ids) * (self.room + 256))
+        self.requests = [self.engine.submit(each, Sampling(temperature=0.0, max_new_tokens=new)) for each in ids]
+        for request in self.requests:
+            request.end = -1  # all rows go on
+        while any(not request.result.tokens for request in self.requests):
+            self.engine.turn()
+        self.bytes = self.engine.kv_bytes
+
+    def step(self) -> None:
+        self.engine.turn()
+
+    def kv_bytes(self) -> int:
+        return self.bytes
+
+
 @torch.inference_mode()
 def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     """A row for each model, batch and context; for a wrong model, one that says so."""
@@ -71,22 +98,31 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
         raise InvalidValueError(f"context is {max(contexts)}, and {new}: ask for less of either")
     texts = {folder: _text(config, each.model, max(contexts)) for folder, each in cached.items()}
     rows: list[dict[str, Any]] = []
-    for folder, each in list(cached.items()):
-        if not _right(each, texts[folder], config):
-            rows.append({"model": folder, "error": "logits with and without a cache differ"})
-            del cached[folder]
+    paths: dict[str, _Cached] = {}
+    for folder, each in cached.items():
+        if why := _wrong(each, texts[folder], config):
+            rows.append({"model": folder, "error": why})
+            continue
+        paths[folder] = each
+        if each.ours and not cannot_run(each.net):
+            paths[f"{folder}, engine"] = _ByEngine(each.model)
+            texts[f"{folder}, engine"] = texts[folder]
+    rate = copy_rate(device)
     for batch, context in product(config.numbers("batch"), contexts):
-        reads = {folder: partial(each.read, texts[folder][:batch, :context]) for folder, each in cached.items()}
+        reads = {name: partial(each.read, texts[name][:batch, :context]) for name, each in paths.items()}
         prefill = interleaved(reads, config.repeats, 3, device)
-        decode = interleaved({folder: each.step for folder, each in cached.items()}, config.new_tokens, 0, device)
+        decode = interleaved({name: each.step for name, each in paths.items()}, config.new_tokens, 0, device)
         first: dict[str, float] = {}
-        for folder, each in cached.items():
+        for name, each in paths.items():
             weights = sum(tensor.nbytes for tensor in {*each.net.parameters(), *each.net.buffers()})
-            speeds = batch * context / median(prefill[folder]), batch / median(decode[folder])
-            found = dict(zip(_FIGURES, (*speeds, weights + each.kv_bytes(), each.kv_bytes()), strict=True))
+            speeds = batch * context / median(prefill[name]), batch / median(decode[name])
+            memory = weights + each.kv_bytes()  # what a step of a dense model reads
+            share = memory / median(decode[name]) / rate
+            found = dict(zip(_FIGURES, (*speeds, memory, each.kv_bytes(), share), strict=True))
             first = first or found
-            ratios = {name: value / first[name] for name, value in found.items()}
-            rows.append({"model": folder, "batch": batch, "context": context, **found, "ratios": ratios})
+            ratios = {figure: value / first[figure] for figure, value in found.items()}
+            about = {"model": name.removesuffix(", engine"), "path": each.path, "batch": batch, "context": context}
+            rows.append({**about, **found, "ratios": ratios})
     return rows
 
 
@@ -100,19 +136,26 @@ def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:
     return documents.read(starts[:, None] + torch.arange(context), places).to(model.device)
 
 
-def _right(cached: _Cached, text: Tensor, config: BenchConfig) -> bool:
-    """True if logits with a cache are those without, in float32. The model is left in the dtype that is asked for."""
+def _wrong(cached: _Cached, text: Tensor, config: BenchConfig) -> str:
+    """The reason why a model is not timed; "" if its logits with a cache are those without, in float32, and tokens of
+    the engine the same. The model is left in the dtype that is asked for."""
     dtype = next(cached.net.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     cast(cached.net, torch.float32)
-    ids, right = text[:2, : _CHECKED[0]], True
+    ids, right, many = text[:2, : _CHECKED[0]], True, min(_CHECKED[1], config.new_tokens)
     cached.read(ids)
-    for _ in range(min(_CHECKED[1], config.new_tokens)):
+    for _ in range(many):
         wanted = cached.model(ids, causal=True).logits[:, -1]
         right = right and bool((cached.logits - wanted).abs().max() <= _TOLERANCE * wanted.abs().max())
         ids = torch.cat([ids, cached.logits.argmax(-1)[:, None]], 1)
         cached.step()
+    why = "" if right else "logits with and without a cache differ"
+    if right and cached.ours and not cannot_run(cached.net):
+        options: dict[str, Any] = {"temperature": 0, "max_new_tokens": many}
+        plain, ours = (generate(cached.net, text[:2, : _CHECKED[0]], **options, engine=by) for by in (False, True))
+        if [each.tokens for each in plain] != [each.tokens for each in ours]:
+            why = "tokens of the engine and of the plain path differ"
     cast(cached.net, dtype)
-    return right
+    return why
 
 
 def run(config: BenchConfig, as_json: bool) -> None:
@@ -122,16 +165,18 @@ def run(config: BenchConfig, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"machine": about, "config": asdict(config), "rows": rows}))
     else:
-        columns = ("model", "batch", "context", "prefill tokens/s", "decode tokens/s", "memory MiB", "K/V MiB")
+        figures = ("prefill tokens/s", "decode tokens/s", "memory MiB", "K/V MiB", "of the bandwidth")
+        columns = ("model", "path", "batch", "context", *figures)
         title = f"{config.new_tokens} tokens decoded, {config.dtype}, medians; memory: weights + K/V; x: over the first"
         print_table(columns, map(_cells, rows), title)
         print(", ".join(f"{key} {value}" for key, value in about.items()))
     if wrong := [row["model"] for row in rows if "error" in row]:
-        raise DepthgateError(f"wrong answer, not timed: {', '.join(wrong)}: logits with and without a cache differ")
+        raise DepthgateError(f"wrong answer, not timed: {', '.join(wrong)}")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     if "error" in row:
         return [row["model"], row["error"]]
     values = ((row[name] / (2**20 if "bytes" in name else 1), row["ratios"][name]) for name in _FIGURES)
-    return [row["model"], str(row["batch"]), str(row["context"]), *(f"{value:,.1f} {x:.2f}x" for value, x in values)]
+    about = [str(row[name]) for name in ("model", "path", "batch", "context")]
+    return [*about, *(f"{value:,.1f} {x:.2f}x" if value >= 10 else f"{value:.3g} {x:.2f}x" for value, x in values)]

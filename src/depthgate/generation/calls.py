@@ -26,17 +26,17 @@ def _events(
     options: dict[str, Any],
     cache: bool,
     chunk: int,
-    engine: bool | None,
+    engine: bool,
 ) -> tuple[list[Generation], Generator[Event]]:
     sampling, todo = Sampling.of(options), read_prompts(model, prompts)
     if engine and (not cache or sampling.beams > 1):
         what = "cache is False" if not cache else f"beams is {sampling.beams}"
         raise InvalidValueError(f"engine is True and {what}: leave one of them out")
-    if engine:
-        check_stops(model, sampling)
-        sampling.seeds(len(todo))
-        return todo, run(model, todo, sampling, chunk)
-    return todo, events(Reader(model, len(todo), cache, chunk), todo, sampling)
+    if not engine:
+        return todo, events(Reader(model, len(todo), cache, chunk), todo, sampling)
+    check_stops(model, sampling)
+    sampling.seeds(len(todo))
+    return todo, run(model, todo, sampling, chunk)
 
 
 def stream(
@@ -45,7 +45,7 @@ def stream(
     *,
     cache: bool = True,
     chunk: int = 512,
-    engine: bool | None = None,
+    engine: bool = False,
     **options: Any,
 ) -> Generator[Event]:
     """The tokens of `generate` one by one, as they come; with beams, when the best continuation is known.
@@ -60,7 +60,7 @@ def generate(
     *,
     cache: bool = True,
     chunk: int = 512,
-    engine: bool | None = None,
+    engine: bool = False,
     callback: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> list[Generation]:
@@ -71,7 +71,7 @@ def generate(
     Args:
         cache: keep keys and values; without, all is computed again for each token, with the same result in float32
         chunk: tokens of a prompt computed at once
-        engine: compute with the engine that `depthgate serve` has; the same result in float32, faster
+        engine: compute with the engine of `depthgate serve`: the same in float32, and faster
         callback: gets each token as it comes; with beams, when the best continuation is known"""
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -61,6 +62,8 @@ class Engine:
         """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
         can hold and half of the free memory has room for. chunk: tokens of prompts that are read in a turn. page:
         tokens of a page."""
+        if why := cannot_run(model):
+            raise InvalidValueError(why)
         config = model.config
         self.model, self.chunk, self.rows = model, check_count(chunk, "chunk"), check_count(rows, "rows")
         self.page = min(check_count(page, "page"), config.context)
@@ -90,6 +93,15 @@ class Engine:
     def running(self) -> int:
         """Requests that are read or written."""
         return len(self._active) + (len(self._reading[0]) if self._reading else 0)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of the pages that hold keys and values now."""
+        return sum(
+            layer.kv[0].nbytes * len(request.pages[layer.group])
+            for request in self._active
+            for layer in self.batch.layers
+        )
 
     def submit(self, prompt: Prompt, sampling: Sampling, logprobs: int | None = None) -> Request:
         """Add a request to the end of the queue. `logprobs`: also find the log-probability of each token, and of so
@@ -299,6 +311,18 @@ def _tokens_in_half_of_memory(model: Decoder) -> int:
     machine = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free = torch.cuda.mem_get_info(weight.device)[0] if weight.is_cuda else machine
     return int(free / 2 / size)
+
+
+def cannot_run(model: Decoder) -> str:
+    """The reason why an engine cannot run a model where it is; "" if it can."""
+    weight = model.embed.weight
+    if weight.is_cuda and find_spec("triton") is None:
+        return "the engine's kernels need triton: pip install triton"
+    if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < (8, 0):
+        return "the engine's kernels need a GPU of compute capability 8.0 or later"
+    if weight.is_cuda and weight.dtype is torch.float64:
+        return "the engine's kernels do not compute in float64: use float32 or bfloat16"
+    return ""
 
 
 def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int) -> Generator[Event]:

@@ -1,5 +1,5 @@
-"""`dg.hf.export`: our Decoder as a Llama or Qwen3 of transformers; or, where it has parts that these lack, as a model of
-transformers that holds it as it is."""
+"""`dg.hf.export`: our Decoder as a Llama or Qwen3 of transformers; or, where it has parts that these lack, as a model
+of transformers that holds it as it is."""
 
 from dataclasses import asdict
 from typing import Any

@@ -180,7 +180,8 @@ def decide(
     """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
     normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0."""
     if by_kernels(x):
-        return kernels().decide(x, live, entered, weight, bias, threshold, normed, gate)  # type: ignore[no-any-return]
+        rows, gates = kernels().decide(x, live, entered, weight, bias, threshold, normed, gate)
+        return Rows(*rows), gates
     wide = x.float()
     wide = F.rms_norm(wide, wide.shape[-1:]) if normed else wide
     score = wide @ weight + bias

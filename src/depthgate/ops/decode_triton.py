@@ -4,12 +4,12 @@ Every kernel asks the device how many rows compute, and ends at once where there
 reads neither weights nor keys. A row's sums have one order, whatever other rows there are of the same tile.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from depthgate.ops.decode import Heads, Pages, Rows
 
 
 @triton.jit
@@ -243,6 +243,7 @@ def _attend(
             slow = (half >= HALF // 2)[None, :] & (length > 0)
             old_a = tl.load(last, real, other=0.0).to(tl.float32)
             old_b = tl.load(last + HALF, real, other=0.0).to(tl.float32)
+            tl.debug_barrier()  # several threads load the same key: all of them before one stores
             tl.store(last, new_a.to(dtype), real)
             tl.store(last + HALF, new_b.to(dtype), real)
             new_a, new_b = tl.where(slow, old_a, new_a), tl.where(slow, old_b, new_b)
@@ -319,7 +320,7 @@ def _decide(
 
 def decide(
     x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
-) -> tuple[Rows, Tensor]:
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """`decode.decide`."""
     B, K = x.shape
     places, many = entered.new_empty(B, dtype=torch.int64), entered.new_empty(())
@@ -329,7 +330,7 @@ def decide(
         x, live, weight, bias, threshold, places, many, gates, entered, torch.finfo(torch.float32).eps, B,
         K=K, NORMED=normed, GATE=gate, BB=block, BK=max(32, min(triton.next_power_of_2(K), 8192 // block)), num_warps=8,
     )  # fmt: skip
-    return Rows(places, many), gates
+    return (places, many), gates
 
 
 def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
@@ -343,58 +344,39 @@ def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]
 
 
 def linear(
-    x: Tensor,
-    rows: Rows,
-    weight: Tensor,
-    *,
-    gather: bool = True,
-    add: Tensor | None = None,
-    norm: Tensor | None = None,
-    eps: float | None = None,
-    glu: bool = False,
-    wide: bool = False,
+    x: Tensor, rows: Any, weight: Tensor, *, gather: bool = True, glu: bool = False, wide: bool = False, **more: Any
 ) -> Tensor:
     """`decode.linear`."""
-    B, (N, K) = len(rows.places), weight.shape
-    N = N // 2 if glu else N
-    out = x.new_empty(B, N, dtype=torch.float32 if wide else x.dtype)
-    _run(x, add, rows, weight, norm, None, out, eps, N, K, gather=gather, glu=glu, scatter=False)
+    out = x.new_empty(len(rows.places), len(weight) // (1 + glu), dtype=torch.float32 if wide else x.dtype)
+    _run(x, rows, weight, out, GATHER=gather, GLU=glu, SCATTER=False, **more)
     return out
 
 
-def add_linear(x: Tensor, rows: Rows, weight: Tensor, hidden: Tensor, add: Tensor, gates: Tensor | None) -> None:
+def add_linear(x: Tensor, rows: Any, weight: Tensor, hidden: Tensor, add: Tensor, gates: Tensor | None) -> None:
     """`decode.add_linear`."""
-    N, K = weight.shape
-    _run(hidden, add, rows, weight, None, gates, x, None, N, K, gather=False, glu=False, scatter=True)
+    _run(hidden, rows, weight, x, add=add, gates=gates, GATHER=False, GLU=False, SCATTER=True)
 
 
 def _run(
     x: Tensor,
-    add: Tensor | None,
-    rows: Rows,
+    rows: Any,
     weight: Tensor,
-    norm: Tensor | None,
-    gates: Tensor | None,
     out: Tensor,
-    eps: float | None,
-    N: int,
-    K: int,
     *,
-    gather: bool,
-    glu: bool,
-    scatter: bool,
+    add: Tensor | None = None,
+    norm: Tensor | None = None,
+    gates: Tensor | None = None,
+    eps: float | None = None,
+    **how: bool,
 ) -> None:
-    B = len(rows.places)
-    tile = _tile(B, N, K, glu, x.element_size())
+    B, N, K = len(rows.places), out.shape[1], weight.shape[1]
+    tile = _tile(B, N, K, how["GLU"], x.element_size())
     grid = (triton.cdiv(N, tile["BN"]), triton.cdiv(B, tile["BM"]))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    _linear[grid](
-        x, add, rows.places, rows.many, weight, norm, gates, out, eps, N,
-        K=K, GATHER=gather, GLU=glu, SCATTER=scatter, **tile,
-    )  # fmt: skip
+    _linear[grid](x, add, rows.places, rows.many, weight, norm, gates, out, eps, N, K=K, **how, **tile)
 
 
-def attend(qkv: Tensor, rows: Rows, cos: Tensor, sin: Tensor, heads: Heads, pages: Pages, splits: int) -> Tensor:
+def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: Any, splits: int) -> Tensor:
     """`decode.attend`, by `splits` programs for each row and head of keys."""
     B, H, G, d = len(rows.places), heads.heads, heads.kv_heads, heads.dim
     part = torch.empty(B * H * splits, d, dtype=torch.float32, device=qkv.device)
