@@ -166,3 +166,20 @@ def test_the_drop_in_layer_pools_too():
     layer.eval()
     same.load_state_dict(layer.state_dict())
     close(layer(x, causal=True), same(x, causal=True)[0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.booleans(), st.integers(0, 999))
+def test_thresholds_move_as_by_sorting_the_batch(B, T, experts, padded, softmax, seed):
+    torch.manual_seed(seed)
+    layer = pooled(experts, capacity=0.4, gate="softmax" if softmax else "sigmoid")
+    sorted_one = Threshold(experts)
+    x, pos = torch.randn(B, T, D), torch.arange(T).expand(B, T).clone()
+    if padded:
+        pos[torch.rand(B, T) < 0.4] = -1
+    for unless in (None, torch.tensor(False), torch.tensor(True)):
+        plan = layer.router(x, pos)
+        layer.router.update(plan, unless)
+        sorted_one.update(layer.router._ranked(plan.scores.detach()), plan.valid, 0.4, unless)
+        assert torch.equal(layer.router.rule.average, sorted_one.average)
+        assert torch.equal(layer.router.rule.weight, sorted_one.weight)

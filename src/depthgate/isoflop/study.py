@@ -188,7 +188,9 @@ class Study:
                 break
             if rows:
                 say(f"{len(rows)} of {len(cells)} cells are finished")
-            outcomes = launch(list(missing.values()), self.config, self.at_once)
+            # The longest first, so that no core waits for the last one.
+            longest = sorted(missing.values(), key=lambda cell: -cell.training.steps * cell.training.model.layers)
+            outcomes = launch(longest, self.config, self.at_once)
             with closing(outcomes):  # type: ignore[type-var]
                 for cell, outcome in outcomes:
                     if isinstance(outcome, Exception):

@@ -111,9 +111,12 @@ class Threshold(nn.Module):
             flat, k = torch.where(kept.flatten()[:, None], -torch.inf, flat), k - kept.sum()
         last = (k - 1).clamp(min=0).expand(1, flat.shape[1])
         kth = flat.sort(dim=0, descending=True).values.gather(0, last)[0]  # (E,); an index would be a host sync
-        usable = kth.isfinite().all() & (count > 0)
-        if unless is not None:
-            usable = usable & ~unless
+        self.move(kth, count > 0 if unless is None else (count > 0) & ~unless)
+
+    @torch.no_grad()
+    def move(self, kth: Tensor, usable: Tensor | bool = True) -> None:
+        """Move towards the k-th best scores (E,) of a batch, if they are finite and `usable`."""
+        usable = kth.isfinite().all() & usable
         average = self.decay * self.average + (1 - self.decay) * kth.to(self.average.dtype)
         weight = self.decay * self.weight + (1 - self.decay)
         self.average.copy_(torch.where(usable, average, self.average))

@@ -234,8 +234,16 @@ class TopTokens(nn.Module):
     def update(self, plan: Slots, unless: Tensor | None = None) -> None:
         """After a training step: move the rule's threshold by what this plan's scores were, where it has one.
         unless: a bool on the device; where it is true, nothing moves."""
-        if isinstance(self.rule, Threshold):
-            self.rule.update(self._ranked(plan.scores.detach()), plan.valid, self.capacity, unless, plan.keep)
+        if not isinstance(self.rule, Threshold):
+            return
+        ranked = self._ranked(plan.scores.detach())
+        if self.pool == "sequence" or plan.causal or plan.keep is not None or not plan.tokens.numel():
+            self.rule.update(ranked, plan.valid, self.capacity, unless, plan.keep)
+            return
+        # The whole batch was ranked: the k-th best scores are the lowest that were taken, and nothing is sorted again.
+        taken = self._by_pool(ranked).gather(2, plan.tokens)
+        taken = taken if plan.filled is None else torch.where(plan.filled, taken, torch.inf)
+        self.rule.move(taken.amin((0, 2)), True if unless is None else ~unless)
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
