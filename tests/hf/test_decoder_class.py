@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
 import depthgate as dg
 from depthgate.cli import main
@@ -114,13 +114,20 @@ def test_what_is_saved_is_what_is_opened(pattern, tmp_path):
     assert (config.vocab_size, config.num_hidden_layers, config.max_position_embeddings) == (VOCAB, 4, 64)
 
 
+def test_continuous_batching_is_that_of_the_decoder():
+    mine, theirs = pair("mode")
+    prompts = [ids.tolist() for ids in tokens(3)]
+    options = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=None)
+    found = theirs.generate_batch(prompts, generation_config=options)
+    expected = dg.generate(mine, prompts, max_new_tokens=4, temperature=0)
+    assert [each.generated_tokens for each in found.values()] == [each.tokens for each in expected]
+
+
 def test_what_it_cannot_do_is_refused(tmp_path):
     mine, theirs = pair("mode")
     ids = tokens(1)
     with pytest.raises(DepthgateError, match="a Decoder cannot use a static cache"):
         theirs.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
-    with pytest.raises(DepthgateError, match="continuous batching"):
-        theirs.generate_batch(ids)
     with pytest.raises(DepthgateError, match=r"attention_mask is \(1, 1, 18, 18\): routed layers need one of shape"):
         theirs(ids, attention_mask=torch.ones(1, 1, 18, 18))
     with pytest.raises(DepthgateError, match=r"DepthgateForCausalLM \(depthgate\) cannot be routed"):

@@ -163,6 +163,10 @@ def test_metrics_count_what_was_done(start, model):
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt=SAID)
     page = client.get(f"{server.url}/metrics", cast_to=str)
+    kinds = dict(line.split()[2:] for line in page.splitlines() if line.startswith("# TYPE"))
+    assert kinds["depthgate_time_to_first_token_seconds"] == "histogram"
+    assert kinds["depthgate_generated_tokens_total"] == "counter"
+    assert kinds["depthgate_requests_running"] == "gauge"
     found = {s.name + s.labels.get("status", s.labels.get("le", "")): s.value
              for family in text_string_to_metric_families(page) for s in family.samples}  # fmt: skip
     assert found["depthgate_requests_total200"] == found["depthgate_requests_total404"] == 1

@@ -62,8 +62,14 @@ class App(Starlette):
     async def figures(self, _: Request) -> Response:
         """Tell Prometheus what was done, and what is under way."""
         now = {"requests_running": self.engine.running, "requests_waiting": self.engine.waiting}
-        lines = [f"depthgate_{name} {value}\n" for name, value in {**self.worker.metrics, **now}.items()]
-        return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
+        families: dict[str, list[str]] = {}
+        for name, value in {**self.worker.metrics, **now}.items():
+            family = name.partition("{")[0].removesuffix("_bucket").removesuffix("_sum").removesuffix("_count")
+            kind = "histogram" if "_seconds" in name else "counter" if family.endswith("_total") else "gauge"
+            lines = families.setdefault(family, [f"# TYPE depthgate_{family} {kind}\n"])
+            lines.append(f"depthgate_{name} {value}\n")
+        text = "".join(line for lines in families.values() for line in lines)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def models(self, request: Request) -> Response:
         """Name the model, alone or as a list of one."""
