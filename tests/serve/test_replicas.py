@@ -22,6 +22,7 @@ def replicas(process):
     return {each.pid for each in found if each.is_running() and each.name().startswith("ray::ServeRepli")}
 
 
+@pytest.mark.skipif(not os.environ.get("DEPTHGATE_SLOW"), reason="half a minute of Ray: run with DEPTHGATE_SLOW=1")
 def test_a_killed_replica_loses_only_its_own_requests(folder, model):
     pytest.importorskip("ray.serve")
     command = [sys.executable, "-m", "depthgate", "serve", "--model", folder, "--port=0", "--device=cpu", "--json"]

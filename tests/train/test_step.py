@@ -1,5 +1,7 @@
 """One optimizer step against the same written out, and steps that must change nothing."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -165,7 +167,9 @@ def test_bf16_stays_near_fp32():
     close(losses[1], losses[0], torch.bfloat16)
 
 
-def test_compiled_equals_eager():
+def test_compiled_equals_eager(monkeypatch):
+    """Traced as for any backend; tests/gpu runs the code made for CUDA, tests/test_compile.py that for a CPU."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
     eager, compiled = built(), built(compile=True)
     for seed in range(2):
         one, two = eager(rows(seed)).read(), compiled(rows(seed)).read()
