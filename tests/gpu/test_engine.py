@@ -109,13 +109,3 @@ def test_requests_that_join_and_leave_change_no_token(pattern):
         else:
             assert said([request.result]) == said([alone])
     assert engine.batch.live == 0
-
-
-def test_half_precision_alone_is_that_in_a_batch_of_the_same_tile():
-    """Two to sixteen rows share a tile, whose sums do not depend on the other rows."""
-    model = built("dense,mod", "threshold").to(torch.bfloat16).cuda()
-    texts = prompts(8, 3)
-    options = {"max_new_tokens": 20, "temperature": 0.0}
-    together = dg.generate(model, texts, **options, engine=True)
-    pairs = [dg.generate(model, [text, texts[0]], **options, engine=True)[0] for text in texts]
-    assert [each.tokens[:1] for each in together] == [each.tokens[:1] for each in pairs]

@@ -38,7 +38,7 @@ def run(config: ServeConfig, as_json: bool) -> int:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket with an address, which nobody can connect to yet."""
+    """A socket with an address, which takes no connections yet."""
     try:
         found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

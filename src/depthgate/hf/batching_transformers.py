@@ -32,7 +32,7 @@ class Manager:
         self.background_thread_status = self  # where transformers looks for the error
         self._wanted: dict[int, tuple[Request, GenerationOutput, list[int], bool]] = {}  # with ends, and if it streams
         self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
-        self._outputs: list[GenerationOutput] = []  # that nobody has asked for yet
+        self._outputs: list[GenerationOutput] = []  # that were not asked for yet
         self._news, self._open = threading.Condition(), False  # the first guards all of this
         self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
 

@@ -146,7 +146,7 @@ async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send:
                 told = [event async for news in job.news() for event in news]
                 whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
                 await _json(whole)(scope, receive, send)
-    except TimeoutError:  # nobody reads
+    except TimeoutError:  # the client does not read
         pass
     finally:
         watching.cancel()

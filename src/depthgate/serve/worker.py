@@ -66,7 +66,7 @@ class Worker:
         self._turning: asyncio.Task[None] | None = None
 
     def check(self, wanted: int) -> None:
-        """Refuse so many continuations if there is no place for them."""
+        """Raise an error if there is not room for this many more continuations."""
         if self.failed is not None:
             raise RequestError(503, f"the engine has stopped ({self.failed}): restart the server")
         if wanted > self.most:
