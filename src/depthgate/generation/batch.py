@@ -255,9 +255,8 @@ class Batch:
         last_key = None if last_key is None else last_key[:B]
         pages = Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
         qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        splits = (
-            64 if B == 1 else 16 if B <= 16 else 4
-        )  # as tiles have it: sums have one order in all batches of a tile
+        # As the tiles of `linear` have it: in all batches of one tile a row's sums have one order.
+        splits = 64 if B == 1 else 16 if B <= 16 else 4
         attended = attend(qkv, rows, cos, sin, layer.heads, pages, splits)
         attended = linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
