@@ -237,3 +237,28 @@ def test_empty_in_empty_out(shape):
         y, plans = layer(x)
         assert y.shape == x.shape
         assert len(plans) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("choice", "null", "gate", "shared"),
+    [
+        ("tokens", 0, "softmax", 0),
+        ("tokens", 2, "sigmoid", 1),
+        ("experts", 0, "sigmoid", 1),
+        ("experts", 1, "softmax", 0),
+    ],
+)
+@torch.no_grad()
+def test_shapes_that_do_not_depend_on_the_choice_give_the_same(choice, null, gate, shared, dtype):
+    torch.manual_seed(0)
+    layer = MoE(D, 4, 2, choice, null, shared_experts=shared, gate=gate, hidden=8).to(dtype)
+    torch.nn.init.normal_(layer.router.proj.weight)
+    if choice == "experts":
+        layer.router.rule.average.fill_(-1.4 if gate == "softmax" else 0.0)
+        layer.router.rule.weight.fill_(1.0)
+    x = torch.randn(7, D, dtype=dtype)
+    update, (plan,) = layer(x[:, None], plain=True, causal=True)
+    counts = (plan.chosen if choice == "experts" else plan.computed).sum(-1)
+    assert (choice == "tokens" and not null) or len(counts.unique()) > 1  # the test is about choices that differ
+    close(layer.each_alone(x), update[:, 0], dtype)

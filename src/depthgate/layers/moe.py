@@ -110,10 +110,6 @@ class MoE(nn.Module):
         nothing waits for the device, so that a CUDA graph can hold it."""
         N, E = len(x), self.num_experts
         shared = 0.0 if self.shared is None else self.shared(x[None])[0][0]
-        if isinstance(self.router, TopExperts) and x.dtype is torch.bfloat16:
-            plan = self.router(x[None])
-            update = plan.combine(self.experts.grouped(plan.dispatch(x[None]), plan.ends, plan.complete))[0]
-            return update + shared  # type: ignore[no-any-return]
         if isinstance(self.router, TopExperts):
             plan = self.router(x[None])
             weights = plan.gates.new_zeros(N, plan.scores.shape[-1]).scatter(1, plan.choice[0], plan.gates[0])[:, :E]
