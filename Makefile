@@ -2,24 +2,35 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
+# Files are compiled when they are first imported: most of torch never is, and the folder stays below 1 GB.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 .PHONY: setup demo test test-gpu check format bench clean
 
 setup: $(STAMP)
 
-# The pinned set comes from constraints.txt; torch goes first so that nothing else chooses its build.
-# What tests/vision.py finds lies in a folder of its own: trl does not work beside this torchvision.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
-		--target $(VENV)/vision timm torchvision vit-pytorch einops
-	touch $@
+# What depthgate itself needs: torch, first, so that nothing else chooses its build, and small packages. An environment
+# that was interrupted while it was made has no pip, and is completed.
+$(BASE): pyproject.toml constraints.txt
+	@echo "depthgate: installing torch and a few small packages into $(VENV)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(PIP) torch
+	@$(PIP) -e .
+	@touch $@
 
-demo: setup
-	$(BIN)/depthgate demo
+# What the tests need on top. What tests/vision.py finds lies in a folder of its own: trl does not work beside this
+# torchvision.
+$(STAMP): $(BASE)
+	@echo "depthgate: installing what the tests need into $(VENV)"
+	@$(PIP) -e ".[dev]"
+	@$(PIP) --no-deps --upgrade --target $(VENV)/vision timm torchvision vit-pytorch einops
+	@touch $@
+
+demo: $(BASE)
+	@$(BIN)/depthgate demo
+	@echo "\`. $(BIN)/activate\` puts depthgate on the PATH; \`depthgate --help\` lists what it does"
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist loadfile
