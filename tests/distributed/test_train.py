@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def train(processes, out, data, steps, *options):
 
 
 def _train(rank, argv, env):
+    warnings.filterwarnings("error", "FSDP2")  # it would be of tensors that our layers return
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank))
     assert main(argv) == 0
 
@@ -65,6 +67,7 @@ def torchrun(processes, out, data, steps, *options):
             break
         command += [] if "--resume" in command else ["--resume"]
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
 
 
 def close(a, b):
@@ -78,7 +81,9 @@ def close(a, b):
     assert one.state["tokens"] == two.state["tokens"]
 
 
-@pytest.mark.parametrize("options", [[], ["--accumulate=2", "--model.pattern=mod,moe", "--model.experts=4"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--accumulate=2", "--model.pattern=mod,moe", "--model.experts=4", "--model.rule=predictor"]]
+)
 def test_two_processes_equal_one(tmp_path, data, options):
     options = [*options, "--balance_loss=0"]  # the balance of a batch is not the mean of those of its parts
     train(1, tmp_path / "one", data, 6, *options)

@@ -43,7 +43,8 @@ class _Linear(nn.Linear):
         if self.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             return (wide * self.weight[0]).sum(-1, keepdim=True) + self.bias
-        return F.linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+        # With its bias a product of three dims is a view on CPU, which FSDP2 warns of in what a module returns.
+        return F.linear(x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
 
 
 class Predictor(nn.Module):
