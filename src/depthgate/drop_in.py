@@ -8,7 +8,8 @@ the rule), and the block (its own attention). A causal model needs both.
 """
 
 import itertools
-from collections.abc import Collection
+import re
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -141,6 +142,7 @@ class MixtureOfDepths(nn.Module):
         if nested:
             x, mask = _padded(x, mask, keep)
         check_tokens(x, self.dim)
+        _check_device(x, self)
         named = self._arguments.named(args, kwargs)
         if "mask" in self._arguments.told and mask is not None and not nested:  # the block's own
             named["mask"], mask = mask, None
@@ -210,6 +212,7 @@ class MixtureOfDepths(nn.Module):
             except RuntimeError as error:
                 if any(part is self for part in self.block.modules()):
                     raise InvalidValueError("block holds this layer itself: give it another block") from None
+                _explain(error, rows, self.block)
                 error.add_note(f"The block got {rows.shape[1]} tokens of each row: has it tables or windows over all?")
                 raise
         self._called, self._after = True, None
@@ -259,6 +262,19 @@ class MixtureOfDepths(nn.Module):
         return not self._looks & (self._looks - 1)
 
 
+def _check_device(x: Any, layer: nn.Module) -> None:
+    if isinstance(x, Tensor) and x.is_meta and not next(layer.parameters()).is_meta:
+        raise InvalidValueError("x is on the meta device, which holds no values: move the layer there too, or x here")
+
+
+def _explain(error: RuntimeError, x: Tensor, weights: nn.Module) -> None:
+    """Raise an error that names both dtypes, where torch refused to mix them."""
+    mine, *kinds = (str(each.dtype).removeprefix("torch.") for each in (x, *weights.parameters()))
+    if re.search("dtype|scalar ?type", str(error)) and kinds and mine not in kinds:
+        what = f"x is {mine}, and the weights are {' and '.join(sorted({*kinds}))}"
+        raise InvalidValueError(f"{what}: cast x or the layer, or use torch.autocast") from error
+
+
 def _padded(x: Any, mask: Any, keep: Any) -> tuple[Tensor, Tensor]:
     """A nested tensor, whose rows differ in length -> (B, T, D) with zeros at the end, (B, T) True at real tokens."""
     if mask is not None or keep is not None:
@@ -299,6 +315,16 @@ def _check_block(block: Any) -> None:
     torch_layers = nn.TransformerEncoderLayer | nn.TransformerDecoderLayer
     if any(isinstance(part, torch_layers) and not part.self_attn.batch_first for part in block.modules()):
         raise InvalidValueError("block has batch_first=False: build it with batch_first=True, x is (B, T, dim)")
+
+
+def _called(forward: Callable[..., Any], layer: nn.Module, x: Any, causal: bool, mask: Tensor | None) -> Any:
+    """What an update of ours returns, with errors that name the remedy."""
+    _check_device(x, layer)
+    try:
+        return forward(x, causal=causal, mask=mask)
+    except RuntimeError as error:
+        _explain(error, x, layer)
+        raise
 
 
 class MixtureOfExperts(MoE):
@@ -343,11 +369,11 @@ class MixtureOfExperts(MoE):
         self.router_training = RouterTraining(losses, rule_loss, balance_loss, z_loss)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, return_plans: bool = False
+        self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False, return_plans: bool = False
     ) -> Any:
         """x (B, T, D); mask (B, T), True at real tokens; causal, experts decide token by token by their rule.
         Returns the update (B, T, D), or (update, plans) with `return_plans=True`."""
-        update, plans = super().forward(x, causal=causal, mask=mask)
+        update, plans = _called(super().forward, self, x, causal, mask)
         update = self.router_training(update, plans[0], self.router)
         return (update, RecordedPlans(plans)) if return_plans else update
 
@@ -366,9 +392,9 @@ class SoftMoE(SoftMoEUpdate):
         super().__init__(dim, num_experts, slots_per_expert, hidden=hidden)
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *, mask: Tensor | None = None, causal: bool = False, return_plans: bool = False
+        self, x: Tensor, mask: Tensor | None = None, *, causal: bool = False, return_plans: bool = False
     ) -> Any:
         """x (B, T, D); mask (B, T), True at real tokens; padding gets an update of 0; causal=True is refused.
         Returns the update (B, T, D), or (update, plans) with `return_plans=True`."""
-        update, plans = super().forward(x, causal=causal, mask=mask)
+        update, plans = _called(super().forward, self, x, causal, mask)
         return (update, RecordedPlans(plans)) if return_plans else update
