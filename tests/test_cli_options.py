@@ -28,7 +28,7 @@ OPTIONS = {
     "--steps=1.5": "1.5",
     "--steps=abc": "abc",
     "--steps=99999999999": "steps is 99999999999",
-    "--preset=tny-mod": "preset is 'tny-mod': did you mean 'tiny-mod'?",
+    "--preset=tny-mod": "preset is 'tny-mod': did you mean tiny-mod?",
     "--preset=": "did you mean",
     "--bogus=1": "--bogus",
     "--pre=tiny-dense": "--pre",
@@ -75,9 +75,9 @@ def test_absurd_sizes_load_no_torch():
 
 
 YAML = {
-    "unknown: 3": "'unknown'",
-    "model:\n  dims: 3": "'model.dims'",
-    "_private: 3": "'_private'",
+    "unknown: 3": "unknown is not an option of depthgate train\n",
+    "model:\n  dims: 3": "model.dims is not an option of depthgate train: did you mean model.dim?",
+    "_private: 3": "_private is not",
     "steps: abc": "abc",
     "steps: true": "True",
     "steps: 0": "steps is 0",
@@ -85,7 +85,7 @@ YAML = {
     "model: 3": "model is 3",
     "model: null": "model is None",
     "model: [1]": "model is [1]",
-    "model:\n  dim: x": "Got value: x",
+    "model:\n  dim: x": "a.yaml: model.dim is 'x': it must be a whole number",
     "preset: tny": "did you mean",
     "preset: [1]": "[1]",
     "- 1\n- 2": "Unexpected config",

@@ -54,7 +54,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOME[name]), name)
     if name in _MODULES:
         return import_module(f"depthgate.{name}")
-    raise AttributeError(f"module 'depthgate' has no attribute {name!r}")
+    from depthgate.errors import near
+
+    raise AttributeError(f"module 'depthgate' has no attribute {name!r}{near(name, __all__)}")
 
 
 def __dir__() -> list[str]:

@@ -1,13 +1,17 @@
 """The command line: `depthgate VERB` runs depthgate.commands.VERB, which is imported only then."""
 
+import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache
 from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -17,7 +21,7 @@ from depthgate import __version__
 from depthgate import config as configs
 from depthgate.config import RunConfig, TrainConfig
 from depthgate.console import guarded, silence
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.presets import preset, settle_vocab
@@ -56,12 +60,17 @@ def _about(config: type[Any]) -> str:
     return (config.__doc__ or "").split("\n")[0]
 
 
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
 class _Parser(ArgumentParser):
     """A parser that says in a line or two what is wrong, without the list of all options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        about = (getattr(ex, "subcommand_parser", None) or self).prog.replace(" [options]", "")
-        raise DepthgateError(f"{message}\n`{about} --help` lists the options") from ex
+        parser = getattr(ex, "subcommand_parser", None) or self
+        verb = re.search(r"are required: (\w+)\.", message)
+        about = parser.prog.replace(" [options]", "") + (f" {verb[1]}" if verb else "")
+        raise DepthgateError(f"{_plain(message, about)}\n`{about} --help` lists the options") from ex
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         """Read a file of options, as --config asks for."""
@@ -69,20 +78,57 @@ class _Parser(ArgumentParser):
             return super().parse_path(path, *args, **kwargs)
         except (DepthgateError, UnicodeDecodeError) as error:
             said = str(error) if len(str(error)) < 500 else f"{str(error)[:200]}..."
-            what = "" if said.startswith("Parser key") else " is not a yaml file of options"
+            what = "" if ": it must be " in said else " is not a yaml file of options"
             raise DepthgateError(f"{path}{what}: {said}") from None
+
+
+def _plain(message: str, about: str) -> str:
+    """What jsonargparse says of a mistake, in the words of all other messages."""
+    if found := re.search("unrecognized arguments: (--?[^ =]*)|does not accept option '(.*)'", message):
+        name, known = found[1] or found[2], [name for name, _ in _options(VERBS.get(about.split()[-1]))]
+        remedy = near(name, [f"--{each}" for each in known] if found[1] else known)
+        return f"{name} is not an option of {about}{remedy}"
+    if found := re.search("unrecognized arguments: (.*)", message):
+        return f"{found[1]!r} belongs to no option: a value follows its option, in quotes if it has spaces"
+    if found := re.search("invalid choice: '(.*?)' \\(choose", message):
+        return f"{found[1]!r} is not a verb{near(found[1], VERBS) or ': these are ' + ', '.join(VERBS)}"
+    if found := re.search("arguments are required: (.*)", message):
+        return f"{about} needs {found[1].replace(about.split()[-1] + '.', '--')}"
+    if found := re.search("argument (--.*): expected one argument", message):
+        return f"{found[1]} has no value: give one"
+    if 'expected "verb"' in message:
+        return f"a verb is missing: {', '.join(VERBS)}"
+    value = re.search("(?:Got|Given) value: (?!.*(?:Got|Given) value: )(.*)", message, re.DOTALL)
+    kind = re.search(f"Expected a <class '({'|'.join(_KINDS)})'>", message)
+    if value and kind and (key := re.search('Parser key "(.*?)"', message)):
+        return f"{key[1]} is {value[1]!r}: it must be {_KINDS[kind[1]]}"
+    return message
+
+
+def _options(config: type[Any] | None) -> Iterator[tuple[str, Any]]:
+    """The names of a verb's options, with the types of their values."""
+    for each in fields(config) if config else ():
+        yield each.name, each.type
+        if each.type is configs.ModelConfig:
+            yield from ((f"model.{each.name}", each.type) for each in fields(configs.ModelConfig))
+    yield from ((name, bool) for name in ("json", "resume"))
+    yield "config", str
 
 
 def _verb_parser(config: type[Any]) -> ArgumentParser:
     parser = _Parser(description=_about(config), allow_abbrev=False)
     parser.add_argument("--config", action="config", help="yaml file with any of these options")
-    parser.add_argument("--json", action="store_true", help="print figures as one JSON object, and nothing else")
+    parser.add_argument("--json", type=bool, default=False, help="print figures as one JSON object, and nothing else")
     typed = {each.name: each.metadata for each in fields(config) if "typed" in each.metadata}
     for name, how in typed.items():
         parser.add_argument(name if "nargs" in how["typed"] else f"--{name}", help=how["about"], **how["typed"])
     parser.add_class_arguments(config, as_group=False, skip=set(typed))
     if issubclass(config, RunConfig):
-        parser.add_argument("--resume", action="store_true", help="go on where the run's newest checkpoint ends")
+        about = "go on where the run of --out ends, with its own options; those that are given again must agree"
+        parser.add_argument("--resume", type=bool, default=False, help=about)
+    for action in parser._actions:
+        if (action.dest, bool) in _options(config):
+            action.metavar = "[true|false]"
     return parser
 
 
@@ -101,16 +147,58 @@ def build_parser(start: str = TrainConfig.preset) -> ArgumentParser:
     return parser
 
 
-def _with_underscores(word: str) -> str:
-    """--max-new-tokens=9 -> --max_new_tokens=9: options may be typed either way."""
-    name, given, value = word.partition("=")
-    typed = re.fullmatch(r"--[A-Za-z][\w.-]*", name)  # and not a text that begins so
-    return f"--{name[2:].replace('-', '_')}{given}{value}" if typed else word
+def _words(argv: Sequence[str]) -> list[str]:
+    """Options may be typed with dashes or underscores, and what is true or false without a value: --dry-run."""
+    words, bare = list[str](), {f"--{name}" for name, kind in _options(VERBS.get("".join(argv[:1]))) if kind is bool}
+    for word in argv:
+        name, given, value = word.partition("=")
+        if re.fullmatch(r"--[A-Za-z][\w.-]*", name):  # and not a text that begins so
+            word = f"--{name[2:].replace('-', '_')}{given}{value}"
+        if words and words[-1] in bare:
+            words[-1] += f"={word}" if word in ("true", "false") else "=true"
+            if word in ("true", "false"):
+                continue
+        words.append(word)
+    return [*words[:-1], f"{words[-1]}=true"] if words and words[-1] in bare else words
+
+
+_RECORDS = {"train": "config.json", "finetune": "finetune.json"}  # the options of a run, in its folder
+
+
+def _steps(out: Path) -> list[Path]:
+    """The folders of a run's checkpoints, newest first."""
+    try:
+        return sorted(out.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    except (OSError, ValueError):  # not the name of a folder, as will be said
+        return [out]
+
+
+def _recorded(words: Sequence[str]) -> list[str]:
+    """The options of the run that goes on, as words to stand before those that are given. Where they are damaged, those
+    in its newest checkpoint; none where the run's folder is not on the command line, or holds no run."""
+    verb = words[0] if words else ""
+    outs = [after for name, after in pairwise(words) if name == "--out"]
+    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
+    if "--resume=true" not in words or verb not in _RECORDS or len(outs) > 1:
+        return []
+    from depthgate.checkpoint.store import as_written_now
+    from depthgate.checkpoint.tensors import from_json
+
+    out, known = Path(outs[0] if outs else TrainConfig.out), {name for name, _ in _options(VERBS[verb])} - {"out"}
+    for path in (out / _RECORDS[verb], *(step / "config.json" for step in _steps(out))):
+        with suppress(OSError, ValueError, DepthgateError):
+            found = as_written_now(from_json(path.read_bytes(), path))
+            kept = {name: value for name, value in found.items() if name in known}
+            if verb == "train":
+                kept["model"] = {n: value for n, value in dict(found["model"]).items() if f"model.{n}" in known}
+            return ["--config", json.dumps(kept, ensure_ascii=False)]
+    return []
 
 
 def parse(argv: Sequence[str]) -> Namespace:
     """The options of a command line, and of the yaml files that it names."""
-    words = [_with_underscores(word) for word in argv]
+    words = _words(argv)
+    words[1:1] = _recorded(words)
     try:
         if words[:1] != ["train"]:
             return build_parser().parse_args(words)
@@ -164,6 +252,8 @@ def _run(argv: Sequence[str]) -> int:
     verb, given = options.verb, options[options.verb]
     extra = {"resume": given.resume} if issubclass(VERBS[verb], RunConfig) else {}
     config = configs.build(VERBS[verb], given)
+    if extra.get("resume") and not _steps(Path(config.out)) and os.environ.get("RANK", "0") == "0":
+        print(f"depthgate: nothing to resume in {config.out}: starting at step 0", file=sys.stderr)
     code = import_module(f"depthgate.commands.{verb}").run(config, given.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

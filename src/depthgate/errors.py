@@ -3,10 +3,11 @@
 Imports no torch, so that the command line can refuse a bad value at once.
 """
 
+import difflib
 import math
 import sys
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from functools import cache
 from numbers import Integral, Real
 from typing import Any
@@ -23,6 +24,12 @@ class InvalidValueError(DepthgateError, ValueError):
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def near(name: Any, known: Iterable[str], least: float = 0.6) -> str:
+    """`: did you mean tiny-mod?` for the known name that is nearest; nothing where none is as near as `least`."""
+    found = difflib.get_close_matches(str(name), known, 1, least)
+    return f": did you mean {found[0]}?" if found else ""
 
 
 def check_number(value: Any, name: str, interval: str, note: str = "") -> float:

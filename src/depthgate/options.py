@@ -7,9 +7,9 @@ schedule: str = choice("cosine", ("cosine", "wsd"), "course of the learning rate
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
-from depthgate.errors import InvalidValueError, check_choice, check_count, check_number
+from depthgate.errors import InvalidValueError, check_choice, check_count, check_number, near
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -40,8 +40,8 @@ def number(default: float | None, interval: str, about: str = "") -> Any:
 
 
 def switch(about: str) -> Any:
-    """A field for true or false that the command line takes without a value: --dry_run."""
-    return field(default=False, metadata={"about": about, "typed": {"action": "store_true"}})
+    """A field that is false unless it is asked for."""
+    return option(False, about)
 
 
 def repeatable(about: str) -> Any:
@@ -63,6 +63,14 @@ class Options:
         found = {name: each.metadata.get("about") for name, each in vars(cls).items() if isinstance(each, Field)}
         if lines := [f"    {name}: {about}" for name, about in found.items() if about]:
             cls.__doc__ = "\n".join([cls.__doc__ or "", "", "Args:", *lines])
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Refuse a name that is not a field, with the nearest one."""
+        known = cls.__dataclass_fields__
+        if unknown := sorted(given.keys() - known):
+            remedy = near(unknown[0], known) or f": these are {', '.join(known)}"
+            raise InvalidValueError(f"{unknown[0]} is not an option of {cls.__name__}{remedy}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for each in fields(self):

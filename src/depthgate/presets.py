@@ -1,10 +1,9 @@
 """Named starting points for `depthgate train`: option -> value, in the dotted names of the command line."""
 
-import difflib
 from typing import Any
 
 from depthgate.config import ModelConfig, TrainConfig
-from depthgate.errors import InvalidValueError
+from depthgate.errors import InvalidValueError, near
 
 
 def _model(**shape: Any) -> dict[str, Any]:
@@ -58,8 +57,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset(name: str) -> dict[str, Any]:
     """The options of a preset; an unknown name is refused with the nearest known one."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(str(name), PRESETS, 1, cutoff=0.0)[0]
-        raise InvalidValueError(f"preset is {name!r}: did you mean {near!r}? `depthgate presets` lists them all")
+        raise InvalidValueError(f"preset is {name!r}{near(name, PRESETS, 0.0)} `depthgate presets` lists them all")
     return dict(PRESETS[name])
 
 

@@ -187,7 +187,9 @@ def test_validation_has_every_token_once_in_order_and_pads_the_last(many):
 def test_too_little_data_is_refused_with_both_numbers(tmp_path):
     documents = documents_of(tmp_path, [7, 7])
     assert len(Packed(documents, 15)) == 1
-    with pytest.raises(DepthgateError, match="the data has 16 tokens, but a sequence takes context \\+ 1 = 17"):
+    with pytest.raises(
+        DepthgateError, match="the data has 16 tokens to train on, but a sequence takes context \\+ 1 = 17"
+    ):
         Packed(documents, 16)
 
 

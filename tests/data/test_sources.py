@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgate.data import sources as text_module
-from depthgate.data.sources import MARK, documents, fingerprint, source_files
+from depthgate.data.sources import MARK, cut_note, documents, fingerprint, source_files
 from depthgate.errors import DepthgateError
 
 ARTICLES = ["First article.\n\nIts second paragraph.", "Zweiter Artikel: äöü 🙂", "Third.\n\n  indented"]
@@ -28,6 +28,15 @@ def test_a_text_file_is_cut_at_two_blank_lines_and_not_at_one(tmp_path):
     assert list(documents(put(tmp_path / "a.txt", "\n\n\n".join(ARTICLES) + "\n"))) == ARTICLES
     assert list(documents(put(tmp_path / "b.txt", "\r\n\r\n\r\n\r\n".join(["x", "y"])))) == ["x", "y"]
     assert list(documents(put(tmp_path / "c", "one\n\nstill one\n"))) == ["one\n\nstill one"]
+
+
+def test_a_text_file_is_whole_if_asked(tmp_path):
+    for text in ("one\n\n\ntwo\n", f"a{MARK}b\n"):
+        data = put(tmp_path / "a.txt", text)
+        assert list(documents(f"whole:{data}")) == [text]
+        assert fingerprint(f"whole:{data}") != fingerprint(data)
+        assert cut_note(f"whole:{data}", 1) == cut_note(data, 1) == ""
+        assert f"not with --data whole:{data}" in cut_note(data, 2)
 
 
 def test_marks_cut_and_then_blank_lines_do_not(tmp_path):

@@ -41,7 +41,7 @@ def test_json_is_one_object_and_agrees_with_the_text(model, capsys):
         assert len(result["routed_share"]) == 1
         assert 0 <= result["routed_share"][0] <= 1
         alone = said(capsys, *words, "--prompt", result["prompt"])[1]
-        assert alone == result["text"] + "\n"
+        assert alone == result["prompt"] + result["text"] + "\n"
     both = said(capsys, *words, "--prompt", "a lazy", "--prompt", "fox")[1]
     assert all(result["text"] in both for result in report["results"])
 
@@ -49,33 +49,40 @@ def test_json_is_one_object_and_agrees_with_the_text(model, capsys):
 @pytest.mark.parametrize("more", [["--temperature", "0"], ["--beams", "3"], ["--temperature=0", "--max-new-tokens=1"]])
 def test_depth_colours_every_token_by_the_layers_it_went_through(model, capsys, monkeypatch, more):
     words = ["--model", model, "--prompt", "the", "--max-new-tokens", "8", *more]
-    plain = said(capsys, *words)[1]
+    plain = said(capsys, *words)[1].removeprefix("the")
     assert plain.isascii()  # each character is a token
+    monkeypatch.setenv("FORCE_COLOR", "1")
     text, _, legend = said(capsys, *words, "--depth")[1].rpartition("\nlayers:")
     colours = dict(re.findall(r"\x1b\[(\d+)m(\d)\x1b\[0m", legend))
     assert sorted(colours.values()) == ["1", "2"]
-    shown = [(colours[n], char) for n, part in re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", text, re.S) for char in part]
+    (_, prompt), *parts = re.findall(r"\x1b\[(\d+)m(.*?)\x1b\[0m", text, re.S)
+    assert prompt == "the"
+    shown = [(colours[n], char) for n, part in parts for char in part]
     assert "".join(char for _, char in shown) + "\n" == plain
     tokens = torch.tensor([list(b"the" + plain[:-1].encode())])
     (plan,) = dg.load(model)(tokens, causal=True).plans
     assert [int(depth) for depth, _ in shown] == (1 + plan.chosen[0, 3:, 0].long()).tolist()
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert said(capsys, *words, "--depth")[1] == plain + "layers: 1 2\n"
+    monkeypatch.delenv("FORCE_COLOR")  # in a pipe: digits under each line
+    digits = "   " + "".join(" " if char == "\n" else depth for depth, char in shown)
+    line, under, legend = said(capsys, *words, "--depth")[1].split("\n", 2)
+    assert (line, legend) == (f"the{plain[:-1]}", "layers: 1 2\n")
+    assert under == digits
 
 
-def test_several_prompts_are_shown_in_their_order(model, capsys):
+def test_several_prompts_are_shown_in_their_order(model, capsys, monkeypatch):
     """Whichever finishes first; with --depth coloured as one is, and a single legend at the end."""
     prompts = ["the", "a lazy dog and then it slee", "fox"]  # the second leaves room for 5 tokens
     words = ["--model", model, *(f"--prompt={prompt}" for prompt in prompts), "--max-new-tokens", "12", "--seed", "3"]
     results = json.loads(said(capsys, *words, "--json")[1])["results"]
     assert [len(result["tokens"]) for result in results] == [12, 5, 12]
-    parts = [f"--- {result['prompt']!r}\n{result['text']}\n" for result in results]
+    parts = [f"---\n{result['prompt']}{result['text']}\n" for result in results]
     assert said(capsys, *words)[1] == "".join(parts)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     coloured = said(capsys, *words, "--depth")[1]
     for prompt, result in zip(prompts, results, strict=True):
         alone = said(capsys, *words[:2], "--prompt", prompt, *words[5:], "--depth")[1].rpartition("layers:")[0]
-        assert f"--- {prompt!r}\n{alone}" in coloured
-        assert re.sub(r"\x1b\[\d+m", "", alone) == result["text"] + "\n"
+        assert f"---\n{alone}" in coloured
+        assert re.sub(r"\x1b\[\d+m", "", alone) == f"{prompt}{result['text']}\n"
         assert "\x1b[" in alone
     assert coloured.count("layers:") == 1
 

@@ -185,9 +185,9 @@ def test_studies_of_other_contexts_are_others(home):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--budgets", "1.38e8"], "--extend true"),
+        (["--budgets", "1.38e8"], "--extend"),
         (["--context", "64"], "context: 32 there, 64 here"),
-        (["--variants", "dense,mod,moe"], "--extend true"),
+        (["--variants", "dense,mod,moe"], "--extend"),
         (["--lr", "0.001"], "lr"),
     ],
 )
@@ -400,7 +400,7 @@ def test_a_text_shorter_than_a_sequence_is_refused_before_any_cell(home, tmp_pat
     (tmp_path / "short.txt").write_text("fourteen bytes")
     out = tmp_path / "short"
     assert main(["isoflop", "--data", str(tmp_path / "short.txt"), "--out", str(out), *GRID]) == 2
-    assert "give more text or a smaller context" in capfd.readouterr().err
+    assert "give more text, or a smaller context" in capfd.readouterr().err
     assert not (out / "cells").exists()
 
 
@@ -424,7 +424,7 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_is_tried_again(home, own
     said = capfd.readouterr().err
     assert f"{bad.name} failed" in said
     assert "1 of 12 cells failed; the same command tries them again" in said
-    assert "holds other files" in text_file(bad, "error").read_text()
+    assert "which is not a folder" in text_file(bad, "error").read_text()
     assert (good.folder / "result.json").exists()
     bad.folder.unlink()
     assert study(home, own) == 0

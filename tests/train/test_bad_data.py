@@ -153,7 +153,8 @@ def test_eval_refuses_what_it_cannot_measure_and_prints_one_object(tmp_path, goo
         assert says in errors
     for model, says in (
         (tmp_path / "none", "is not a folder"),
-        (tmp_path, f"no complete checkpoint in {tmp_path}: the run has not saved yet"),
+        (tmp_path, f"no complete checkpoint in {tmp_path}: it holds runs, name one of them: {tmp_path / 'run'}\n"),
+        (tmp_path / "home", f"no complete checkpoint in {tmp_path / 'home'}: the run has not saved yet"),
     ):
         code, out, errors = measure(model, good, capsys)
         assert (code, out) == (2, "")

@@ -3,6 +3,7 @@
 import json
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -51,6 +52,26 @@ def test_the_run_passes_an_epoch_and_workers_change_nothing(tmp_path, data):
     assert same(tmp_path / "none", tmp_path / "two")
     assert checkpoint.load(tmp_path / "none").state["sequences"] == 80
     assert rows(tmp_path / "none")[0]["loss"] > rows(tmp_path / "none")[-1]["loss"]
+
+
+def test_a_run_goes_on_with_its_own_options(tmp_path, data, capsys):
+    """--resume and its folder are enough; what is given again must agree; a complete run says so."""
+    assert train(tmp_path / "whole", data, 10, "--lr=0.002", "--model.key_shift=false") == 0
+    assert train(tmp_path / "a", data, 5, "--lr=0.002", "--model.key_shift=false") == 0
+    size = sum(len(json.loads(line)["text"]) for line in Path(data).read_text().splitlines())
+    told = f"data {data}: {size:,} bytes, 12 documents, {size + 12:,} tokens, "  # each ends with a token of its own
+    assert told in capsys.readouterr().err
+    again = ["train", "--resume", "--out", str(tmp_path / "a")]
+    assert main(again) == 0
+    assert "at step 5, saved in" in (errors := capsys.readouterr().err)
+    assert "more with --steps" in errors
+    assert main([*again, "--steps=7", "--lr=0.002"]) == 0
+    (tmp_path / "a" / "config.json").write_text("{")
+    with pytest.warns(UserWarning, match="the configuration in the newest checkpoint is used"):
+        assert main([*again, "--steps=10"]) == 0
+    assert same(tmp_path / "a", tmp_path / "whole")
+    assert main([*again, "--lr=0.5"]) == 2
+    assert "lr: 0.002 there, 0.5 here" in capsys.readouterr().err
 
 
 def test_resume_begins_at_the_beginning_where_nothing_was_saved(tmp_path, data):

@@ -257,6 +257,8 @@ def load(run: Path, only: GroupNames | None = None, world: World = _ALONE, held:
         return found
     reasons = "".join(f"\n{reason}" for reason in list(failed.values())[:5])
     remedy = "train again, into another folder" if failed else "the run has not saved yet, or this is not its folder"
+    if runs := sorted({str(path.parent) for depth in ("*", "*/*") for path in Path(run).glob(f"{depth}/step-*")}):
+        remedy = f"it holds runs, name one of them: {', '.join(runs[:9])}{' ...' if runs[9:] else ''}"
     raise DepthgateError(f"no complete checkpoint in {run}: {remedy}{reasons}")
 
 

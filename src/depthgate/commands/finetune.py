@@ -4,13 +4,14 @@ The run's folder is the model's: config.json and weights as transformers keeps t
 checkpoints (step-N) from which --resume goes on. They hold what is trained, not what is frozen.
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from depthgate.checkpoint.store import METRICS, steps
 from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed
-from depthgate.data.token_file import Documents, tokenize
+from depthgate.data.token_file import Documents, tokenize, told
 from depthgate.device import World, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.hf.adapter import HFLanguageModel, tokenizer_of
@@ -38,6 +39,7 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     with opened(config, resume, "finetune.json") as folder:
         language = HFLanguageModel(model, tokenizer, config.seq)
         documents = Documents(tokenize(config.data, language.tokenizer))
+        print(told(config.data, documents), file=sys.stderr)
         packed = Packed(documents, config.seq, config.seed)
         task = Recovery(language, config, device, packed.most_documents)
         optimizers = [optim.adamw(task.trained, config, decays)]

@@ -33,7 +33,7 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     try:
         with closing(events(reader, todo, config)) as stream:
             if not as_json:
-                _show(stream, todo, model, config.depth)
+                _show(stream, todo, model, config.depth, prompts=True)
             for _ in stream:
                 pass
     except KeyboardInterrupt:  # the text so far was shown
@@ -50,35 +50,54 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     return code
 
 
-def _show(stream: Generator[Event], todo: list[Generation], model: LoadedDecoder, depth: bool) -> None:
+def _show(stream: Generator[Event], todo: list[Generation], model: LoadedDecoder, depth: bool, prompts: bool) -> None:
     """Print texts in the order of the prompts: that of the first unfinished one as it comes, that of the others when
-    those before them have finished. Where the stream fails or is interrupted, the text so far is printed first."""
-    colours = depth and "NO_COLOR" not in os.environ  # asked for, so also where stdout is not a terminal
+    those before them have finished. Where the stream fails or is interrupted, the text so far is printed first.
+    Depths are colours on a terminal, elsewhere digits under each line, which is then printed when it is whole."""
+    terminal = "FORCE_COLOR" in os.environ or (sys.stdout.isatty() and "NO_COLOR" not in os.environ)
     failed: BaseException | None = None
     for result in todo:
         if len(todo) > 1:
-            print(f"--- {result.prompt!r}")
+            print("---")
+        prompt = result.prompt if prompts and isinstance(result.prompt, str) else ""
+        digits = depth and not terminal
+        print(f"\x1b[1m{prompt}\x1b[0m" if terminal and prompt else "" if digits else prompt, end="", flush=True)
         shown = ""
         try:
             while True:
-                before, shown = shown, _by_depth(result, model.config) if colours else result.text
-                print(shown[len(before) :], end="", flush=True)
+                before, shown = shown, _by_depth(result, model.config) if depth else result.text
+                print("" if digits else shown[len(before) :], end="", flush=True)
                 if result.finish is not None or next(stream, None) is None:
                     break
         except BaseException as error:
             stream.close()  # adds what was held back
             failed = error
         whole = result.text
-        if colours and result.tokens:
+        if depth and result.tokens:
             found = Reader(model, 1, cached=False).prefill([result.prompt_tokens + result.tokens])
-            whole = _by_depth(result, model.config, int(found.depths[0, -1]))
-        print(whole[len(shown) :])
+            last = int(found.depths[0, -1])
+            whole = _digits(result, prompt, last) if digits else _by_depth(result, model.config, last)
+        print(whole if digits else whole[len(shown) :])
     if depth:
         shape = model.config
         depths = range(shape.layers - len(shape.routed), shape.layers + 1)
-        print("layers:", *(_coloured(str(n), n, shape) if colours else n for n in depths))
+        print("layers:", *(_coloured(str(n), n, shape) if terminal else _DIGITS[n % 36] for n in depths))
     if failed is not None:
         raise failed
+
+
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+
+
+def _digits(result: Generation, prompt: str, last: int) -> str:
+    """Lines of text, each with a line under it that has the number of layers of every character's token."""
+    depths = [*result.depths[len(result.prompt_tokens) :], last]
+    each = [_DIGITS[depth % 36] * len(piece) for piece, depth in zip(result.pieces, depths, strict=False)]
+    marks, lines = " " * len(prompt) + "".join(each), list[str]()
+    for line in (prompt + result.text).split("\n"):
+        lines += [line, marks[: len(line)]]
+        marks = marks[len(line) + 1 :]
+    return "\n".join(lines)
 
 
 # From few layers to all of them: readable on dark and on light.
@@ -122,7 +141,7 @@ def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
             print(f"depthgate: {error}", file=sys.stderr)
             continue
         try:
-            _show(events(reader, todo, config, drawn), todo, model, config.depth)
+            _show(events(reader, todo, config, drawn), todo, model, config.depth, prompts=False)
         except KeyboardInterrupt:
             print(file=sys.stderr)
         ids, drawn = todo[0].prompt_tokens + todo[0].tokens, drawn + len(todo[0].tokens)

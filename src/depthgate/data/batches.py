@@ -69,8 +69,9 @@ class Packed:
         self.documents, self.max_documents = documents, max_documents
         self._length = (len(documents) - 1) // context
         if self._length < 1:
-            what = f"the data has {len(documents)} tokens, but a sequence takes context + 1 = {context + 1}"
-            raise DepthgateError(f"{what}: give more text or a smaller context")
+            what = f"the data has {len(documents)} tokens to train on, but a sequence takes context + 1 = {context + 1}"
+            options = "--model.context of train, --seq of finetune, --context of isoflop"
+            raise DepthgateError(f"{what}: give more text, or a smaller context ({options})")
 
     def __len__(self) -> int:
         return self._length

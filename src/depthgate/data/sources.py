@@ -2,6 +2,7 @@
 
 `data` is a text file, a glob, .jsonl, any of these as .gz, .xz or .zst, a folder, `stdlib` (the Python standard
 library's own source), or a Hugging Face dataset: `hf:NAME[:CONFIG[:SPLIT]]`, or a bare `owner/name` that is not a path.
+Before a path, `whole:` makes every .txt file one document.
 
 Documents within a file: every line of .jsonl is one, its field `text` or `content`. A .txt file, or one without suffix,
 is cut at every `<|endoftext|>`; where its first 4 MiB have no such mark, also at two or more blank lines, as stand
@@ -19,6 +20,7 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +28,8 @@ from typing import IO, Any
 from depthgate.errors import DepthgateError, InvalidValueError
 
 MARK = "<|endoftext|>"
+WHOLE = "whole:"
+_CUT = (".txt", "")  # kinds of files that are cut into documents
 PACKED = (".gz", ".xz", ".zst")
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
 _PEEK = 2**22  # how much of a .txt file is searched for MARK before blank lines count
@@ -37,7 +41,8 @@ _DATASET = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 def documents(data: str) -> Iterator[str]:
     """The documents of `data` in a fixed order, none of them empty; an error where all of them are blank."""
     blank, name = True, _dataset_name(data)
-    for text in _dataset(name) if name else chain.from_iterable(map(_file_documents, source_files(data))):
+    read = partial(_file_documents, whole=data.startswith(WHOLE))
+    for text in _dataset(name) if name else chain.from_iterable(map(read, source_files(data))):
         if text:
             blank = blank and text.isspace()
             yield text
@@ -49,7 +54,7 @@ def fingerprint(data: str) -> str:
     """A hash that changes when the text of `data` does, and reads at most 64 MiB. A hub's dataset is its name alone."""
     if name := _dataset_name(data):
         return hashlib.sha256(f"hf:{name}".encode()).hexdigest()
-    files, found = source_files(data), hashlib.sha256()
+    files, found = source_files(data), hashlib.sha256(WHOLE.encode() if data.startswith(WHOLE) else b"")
     by_content = sum(path.stat().st_size for path in files) <= _HASHED
     for path in files:
         stat = path.stat()
@@ -63,6 +68,7 @@ def fingerprint(data: str) -> str:
 
 def source_files(data: str) -> list[Path]:
     """The files that `data` names, sorted; an error where there is none."""
+    data = data.removeprefix(WHOLE)
     if not data or "\0" in data:
         raise InvalidValueError(f"data is {data!r}: it must name a file, a glob, a folder, a dataset or stdlib")
     path = Path(sysconfig.get_paths()["stdlib"] if data == "stdlib" else data).expanduser()
@@ -83,6 +89,15 @@ def source_files(data: str) -> list[Path]:
             why = "matches no file: change the pattern (** goes into folders)"
         raise DepthgateError(f"data {data!r} {why}")
     return files
+
+
+def cut_note(data: str, documents: int) -> str:
+    """A sentence for the user where .txt files were cut into documents."""
+    if _dataset_name(data) or data.startswith(WHOLE):
+        return ""
+    files = source_files(data)
+    cut = documents > len(files) and any(_suffixes(path)[0] in _CUT for path in files)
+    return f"; .txt is cut at {MARK}, or else at two blank lines: not with --data {WHOLE}{data}" if cut else ""
 
 
 def _folder_files(root: Path, data: str) -> list[Path]:
@@ -140,11 +155,11 @@ def _zst_lines(file: IO[bytes]) -> Iterator[bytes]:
     yield from [left] if left else []
 
 
-def _file_documents(path: Path) -> Iterator[str]:
+def _file_documents(path: Path, whole: bool) -> Iterator[str]:
     kind, lines = _suffixes(path)[0], _lines(path)
     if kind == ".jsonl":
         yield from (_text_of(line, f"{path}, line {i}") for i, line in enumerate(lines, 1) if not line.isspace())
-    elif kind in (".txt", ""):
+    elif kind in _CUT and not whole:
         yield from _plain(lines)
     else:
         yield "".join(lines)

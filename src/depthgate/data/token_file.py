@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from depthgate.data.sources import documents, fingerprint
+from depthgate.data.sources import cut_note, documents, fingerprint
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.files import writing
@@ -130,6 +130,16 @@ def prepare(data: str, tokenizer: TextTokenizer, validation: str | None = None) 
     if validation is None:
         return split(file, _HELD_OUT)
     return Shards(Documents(file), Documents(tokenize(validation, tokenizer)))
+
+
+def told(data: str, trained: Documents, held: Documents | None = None) -> str:
+    """A line on the text of a run: bytes, documents and tokens, how many are held out, and how files were cut."""
+    file = trained.file
+    documents = "1 document" if file.documents == 1 else f"{file.documents:,} documents"
+    size = f"{file.text_bytes:,} bytes, {documents}, {len(file):,} tokens"
+    if held is not None:
+        size += f", {len(held):,} {'of them held out' if held.file is file else 'more to validate on'}"
+    return f"data {data}: {size}{cut_note(data, file.documents)}"
 
 
 def split(file: TokenFile, share: float, seed: int = 0) -> Shards:

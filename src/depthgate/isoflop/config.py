@@ -1,6 +1,5 @@
 """The options of `depthgate isoflop`, and the variants that a study compares. Imports no torch."""
 
-import difflib
 import json
 import shlex
 from collections.abc import Iterable
@@ -10,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
-from depthgate.errors import InvalidValueError, check_count, check_number
+from depthgate.errors import InvalidValueError, check_count, check_number, near
 from depthgate.options import DEVICES, Options, choice, count, number, option, switch
 from depthgate.presets import EXPERTS, MOD, PRESETS, RECIPE, train_config
 
@@ -62,9 +61,8 @@ def parse_variant(text: str) -> Variant:
     """`name[:option=value]...`, where the kinds of a pattern are joined by +; or the name of a preset."""
     name, *options = text.split(":")
     if name not in (*VARIANTS, *PRESETS):
-        near = difflib.get_close_matches(name, VARIANTS, 1, cutoff=0.0)[0]
         known = f"{', '.join(VARIANTS)}, and the presets"
-        raise InvalidValueError(f"variants has {name!r}: did you mean {near!r}? Known are {known}")
+        raise InvalidValueError(f"variants has {name!r}{near(name, VARIANTS, 0.0)} Known are {known}")
     model = dict(VARIANTS[name] if name in VARIANTS else vars(train_config(name).model))
     training: dict[str, Any] = {}
     places = {f.name: (training, f) for f in fields(TrainConfig)} | {f.name: (model, f) for f in fields(ModelConfig)}
@@ -73,7 +71,7 @@ def parse_variant(text: str) -> Variant:
         if keys.count(key) > 1:
             raise InvalidValueError(f"variants has {text!r}: {key} stands twice, give it once")
         if not equals or key not in places or key in _FIXED:
-            why = "is not an option that a variant can set, such as capacity=0.25"
+            why = f"is not an option that a variant can set, such as capacity=0.25{near(key, places.keys() - _FIXED)}"
             raise InvalidValueError(f"variants has {text!r}: {key!r} {why}")
         value: Any = given.replace("+", ",")
         with suppress(ValueError):
@@ -205,5 +203,5 @@ def baseline(variants: Iterable[str]) -> str | None:
 def command(verb: str, config: Options) -> str:
     """The command line that gives this configuration."""
     given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
-    words = (str(value).lower() if isinstance(value, bool) else str(value) for value in given.values())
-    return " ".join([f"depthgate {verb}", *(f"--{n} {shlex.quote(w)}" for n, w in zip(given, words, strict=True))])
+    words = {n: str(v).lower() if isinstance(v, bool) else shlex.quote(str(v)) for n, v in given.items()}
+    return " ".join([f"depthgate {verb}", *(f"--{n} {word}".removesuffix(" true") for n, word in words.items())])

@@ -112,7 +112,7 @@ class Study:
             raise DepthgateError(f"{path} is damaged: choose another --out") from None
         differ = [n for n, value in self.options.items() if old[n] != value and not (extend and n in _GROWS)]
         if differ:
-            grows = ", or add to it with --extend true" * (not extend and set(differ) <= set(_GROWS))
+            grows = ", or add to it with --extend" * (not extend and set(differ) <= set(_GROWS))
             lines = (f"\n  {name}: {old[name]} there, {self.options[name]} here" for name in differ)
             raise DepthgateError(f"{self.out} is another study: choose another --out{grows}{''.join(lines)}")
         return found

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from depthgate.checkpoint import store as checkpoint
 from depthgate.config import RunConfig, TrainConfig
 from depthgate.data.batches import Packed, Rows, batches
-from depthgate.data.token_file import prepare
+from depthgate.data.token_file import prepare, told
 from depthgate.data.tokenizer import folder_hash, tokenizer_by_name
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
@@ -47,11 +47,12 @@ def train(config: TrainConfig, resume: bool) -> int:
             world.wait()
         saved = Path(config.out, checkpoint.TOKENIZER)
         tokenizer = tokenizer_by_name(config.tokenizer, config.data, config.vocab, saved)
-        documents = prepare(config.data, tokenizer, config.validation).train
+        shards = prepare(config.data, tokenizer, config.validation)
         if world.first:
+            print(told(config.data, *shards), file=sys.stderr)
             world.wait()
         config = config.with_vocab(tokenizer.vocab)
-        packed = Packed(documents, config.model.context, config.seed, config.max_documents)
+        packed = Packed(shards.train, config.model.context, config.seed, config.max_documents)
         task = Pretraining(replace(config, max_documents=_documents(packed)), world)
         optimizers = optim.build(task.model, config, world)
         return Loop(config, task, optimizers, packed, world, tokenizer=folder_hash(saved)).run(resume)
@@ -133,7 +134,9 @@ class Loop:
             self._steps(stopped, record)
         if self.world.first:
             step = f"{'stopped at' if stopped else 'at'} step {self.state['step']}"
-            print(f"{step}, saved in {self.folder}{'; go on with --resume' if stopped else ''}", file=sys.stderr)
+            done = "; more with --steps" if self.restored == self.state["step"] else ""
+            done = f"; go on with --resume --out {self.folder}" if stopped else done
+            print(f"{step}, saved in {self.folder}{done}", file=sys.stderr)
         return 130 if signal.SIGINT in list(stopped)[:1] else 0
 
     def _steps(self, stopped: Mapping[int, float], record: Record) -> None:

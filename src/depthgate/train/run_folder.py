@@ -75,7 +75,9 @@ def _is_new(run: Path, path: Path) -> bool:
     """True for a folder without a run, whose configuration would be in `path`; one with other files is refused."""
     if path.exists() or (run.is_dir() and checkpoint.steps(run)):
         return False
-    if run.exists() and (not run.is_dir() or any(not inside.name.startswith(".") for inside in run.iterdir())):
+    if run.exists() and not run.is_dir():
+        raise DepthgateError(f"out is {run}, which is not a folder: choose another name")
+    if run.exists() and any(not inside.name.startswith(".") for inside in run.iterdir()):
         raise DepthgateError(f"out is {run}, which holds other files: choose another folder")
     return True
 
