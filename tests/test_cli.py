@@ -1,7 +1,12 @@
 """The command line as a stranger meets it: help, bad options, yaml, exit codes."""
 
+import fcntl
+import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 from dataclasses import fields
 
 import pytest
@@ -77,6 +82,19 @@ def test_the_process_ends_as_main_says():
     assert (done.returncode, done.stdout) == (2, "")
     assert "fly" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_table_fits_a_narrow_terminal():
+    """A real one, of 40 columns: one figure a line, none cut."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    subprocess.run([sys.executable, "-m", "depthgate", "presets"], stdout=theirs, env=env, check=True)
+    shown = os.read(ours, 2**16).decode().splitlines()
+    assert "  parameters: 110,121,216" in shown
+    assert max(map(len, shown[: shown.index("mode-1b") + 7])) <= 40
+    for end in (ours, theirs):
+        os.close(end)
 
 
 def test_running_out_of_memory_is_one_line(capsys, monkeypatch):

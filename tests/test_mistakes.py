@@ -26,7 +26,7 @@ COMMANDS = {
         "the data has 15 tokens to train on, but a sequence takes context + 1 = 257: give more text, or a smaller "
         "context (--model.context of train, --seq of finetune, --context of isoflop)"
     ),
-    "train --data mine.txt": "data 'mine.txt' does not exist: give a file, a glob, a folder, hf:NAME or stdlib",
+    "train --data mine.txt": "data 'mine.txt' does not exist: did you mean my.txt?",
     "train --out my.txt": "out is my.txt, which is not a folder: choose another name",
     "generate --model runs --prompt a": (
         "no complete checkpoint in runs: it holds runs, name one of them: runs/dense, runs/mod"

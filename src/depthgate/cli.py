@@ -40,6 +40,7 @@ VERBS: dict[str, type[Any]] = {
     "bench": configs.BenchConfig,
     "demo": configs.DemoConfig,
 }
+_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _usual_loader = get_loader("yaml")
 
 
@@ -58,9 +59,6 @@ set_loader("yaml", _load_yaml, exceptions=(yaml.YAMLError,))
 
 def _about(config: type[Any]) -> str:
     return (config.__doc__ or "").split("\n")[0]
-
-
-_KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 class _Parser(ArgumentParser):
@@ -149,48 +147,44 @@ def build_parser(start: str = TrainConfig.preset) -> ArgumentParser:
 
 def _words(argv: Sequence[str]) -> list[str]:
     """Options may be typed with dashes or underscores, and what is true or false without a value: --dry-run."""
-    words, bare = list[str](), {f"--{name}" for name, kind in _options(VERBS.get("".join(argv[:1]))) if kind is bool}
-    for word in argv:
-        name, given, value = word.partition("=")
-        if re.fullmatch(r"--[A-Za-z][\w.-]*", name):  # and not a text that begins so
-            word = f"--{name[2:].replace('-', '_')}{given}{value}"
-        if words and words[-1] in bare:
-            words[-1] += f"={word}" if word in ("true", "false") else "=true"
-            if word in ("true", "false"):
-                continue
-        words.append(word)
-    return [*words[:-1], f"{words[-1]}=true"] if words and words[-1] in bare else words
+    bare = {f"--{name}" for name, kind in _options(VERBS.get("".join(argv[:1]))) if kind is bool}
+    name = re.compile(r"\A--[A-Za-z][\w.-]*(?==|\Z)")  # and not a text that begins so
+    words = [name.sub(lambda found: f"--{found[0][2:].replace('-', '_')}", word) for word in argv]
+    for i, word in enumerate(words):
+        if word in bare and words[i + 1 : i + 2] not in (["true"], ["false"]):
+            words[i] = f"{word}=true"
+    return words
 
 
-_RECORDS = {"train": "config.json", "finetune": "finetune.json"}  # the options of a run, in its folder
+def _value(words: Sequence[str], name: str) -> str:
+    """The value of an option among words, as it was typed; empty where it is not there."""
+    found = [after for word, after in pairwise(words) if word == name]
+    return [*found, *(word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}=")), ""][0]
 
 
 def _steps(out: Path) -> list[Path]:
     """The folders of a run's checkpoints, newest first."""
-    try:
+    with suppress(OSError, ValueError):
         return sorted(out.glob("step-*"), key=lambda path: (len(path.name), path.name), reverse=True)
-    except (OSError, ValueError):  # not the name of a folder, as will be said
-        return [out]
+    return [out]  # not the name of a folder, as will be said
 
 
 def _recorded(words: Sequence[str]) -> list[str]:
     """The options of the run that goes on, as words to stand before those that are given. Where they are damaged, those
     in its newest checkpoint; none where the run's folder is not on the command line, or holds no run."""
-    verb = words[0] if words else ""
-    outs = [after for name, after in pairwise(words) if name == "--out"]
-    outs += [word.removeprefix("--out=") for word in words if word.startswith("--out=")]
-    if "--resume=true" not in words or verb not in _RECORDS or len(outs) > 1:
+    if words[:1] not in (["train"], ["finetune"]) or _value(words, "--resume") != "true":
         return []
     from depthgate.checkpoint.store import as_written_now
     from depthgate.checkpoint.tensors import from_json
 
-    out, known = Path(outs[0] if outs else TrainConfig.out), {name for name, _ in _options(VERBS[verb])} - {"out"}
-    for path in (out / _RECORDS[verb], *(step / "config.json" for step in _steps(out))):
+    out, own = Path(_value(words, "--out") or TrainConfig.out), {"train": "config.json", "finetune": "finetune.json"}
+    for path in (out / own[words[0]], *(step / "config.json" for step in _steps(out))):
         with suppress(OSError, ValueError, DepthgateError):
             found = as_written_now(from_json(path.read_bytes(), path))
-            kept = {name: value for name, value in found.items() if name in known}
-            if verb == "train":
-                kept["model"] = {n: value for n, value in dict(found["model"]).items() if f"model.{n}" in known}
+            names, shape = ({each.name for each in fields(of)} for of in (VERBS[words[0]], configs.ModelConfig))
+            if isinstance(model := found.get("model"), dict):
+                found["model"] = {name: model[name] for name in shape & model.keys()}
+            kept = {name: found[name] for name in names & found.keys() - {"out"}}
             return ["--config", json.dumps(kept, ensure_ascii=False)]
     return []
 

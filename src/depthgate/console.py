@@ -1,6 +1,7 @@
 """The terminal: tables, and streams that survive a reader who leaves or a full disk."""
 
 import os
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -49,6 +50,8 @@ def guarded() -> Iterator[None]:
         ours = issubclass(category, DepthgateWarning)
         return f"depthgate: warning: {message}\n" if ours else usual(message, category, filename, lineno, line)
 
+    # It says that norms are slower: weights in float32 and products in bfloat16 are what was asked for.
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     sys.stderr, warnings.formatwarning = _Log(log or open(os.devnull, "w")), short  # noqa: SIM115
     try:
         yield
@@ -61,12 +64,17 @@ def guarded() -> Iterator[None]:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None) -> None:
-    """A table on stdout: names in the first column, figures in the others; no cell is cut, however long."""
+    """A table on stdout: names in the first column, figures in the others; no cell is cut, however long. On a terminal
+    that is too narrow, a line for each figure under the name."""
     lines = [columns, *rows]
     widths = [max(map(len, cells)) for cells in zip_longest(*lines, fillvalue="")]
-    lines.insert(1, ["-" * width for width in widths])
     if title:
         print(title)
+    if sys.stdout.isatty() and sum(widths) + 2 * len(widths) - 2 > shutil.get_terminal_size().columns:
+        for name, *figures in lines[1:]:
+            print("\n  ".join([name, *map(": ".join, zip(columns[1:], figures, strict=False))]))
+        return
+    lines.insert(1, ["-" * width for width in widths])
     for name, *figures in lines:
         cells = [name.ljust(widths[0]), *map(str.rjust, figures, widths[1:])]
         print("  ".join(cells).rstrip())

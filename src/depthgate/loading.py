@@ -16,7 +16,7 @@ from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, as_written_n
 from depthgate.checkpoint.tensors import damaged
 from depthgate.config import ModelConfig
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.flops import parameters
 from depthgate.model import Decoder
 
@@ -101,7 +101,8 @@ def load(path: str | Path) -> LoadedDecoder:
         model.tokenizer = tokenizer
         return model
     if not os.path.isdir(folder):
-        raise DepthgateError(f"{folder} is not a folder: give a run of `depthgate train`, or one of its checkpoints")
+        remedy = near(str(folder), map(str, folder.parent.glob("*/"))) or ": give a run, or one of its checkpoints"
+        raise DepthgateError(f"{folder} is not a folder{remedy}")
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
     found = read(folder, ["model"])
     config = model_config(found.config, found.path)

@@ -86,9 +86,6 @@ def _show(stream: Generator[Event], todo: list[Generation], model: LoadedDecoder
         raise failed
 
 
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-
-
 def _digits(result: Generation, prompt: str, last: int) -> str:
     """Lines of text, each with a line under it that has the number of layers of every character's token."""
     depths = [*result.depths[len(result.prompt_tokens) :], last]
@@ -100,6 +97,7 @@ def _digits(result: Generation, prompt: str, last: int) -> str:
     return "\n".join(lines)
 
 
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 # From few layers to all of them: readable on dark and on light.
 _COLOURS = (90, 34, 36, 32, 33, 31)  # of a terminal: grey, blue, cyan, green, yellow, red
 

@@ -25,7 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, near
 
 MARK = "<|endoftext|>"
 WHOLE = "whole:"
@@ -82,7 +82,8 @@ def source_files(data: str) -> list[Path]:
         raise DepthgateError(f"data {data!r} cannot be read: {error.strerror}") from None
     files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
     if not files:
-        why = "does not exist: give a file, a glob, a folder, hf:NAME or stdlib"
+        nearest = near(str(path), map(str, path.parent.glob("*")))
+        why = f"does not exist{nearest or ': give a file, a glob, a folder, hf:NAME or stdlib'}"
         if exists:
             why = "is neither a file nor a folder: write it to a file first"
         elif glob.has_magic(data):

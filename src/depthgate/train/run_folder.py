@@ -256,10 +256,12 @@ def _progress_line(steps: int, done: int) -> Iterator[Record]:
     """A line on stderr that follows the steps; where stderr is not a terminal, a line every few seconds."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.table import Column
 
     console, last = Console(file=sys.stderr), time.monotonic()
-    columns = (MofNCompleteColumn(), TimeRemainingColumn(compact=True), TextColumn("{task.fields[about]}"))
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    about = TextColumn("{task.fields[about]}", table_column=Column(ratio=1, no_wrap=True))  # cut where it is narrow
+    columns = (MofNCompleteColumn(), TimeRemainingColumn(compact=True), about)
+    with Progress(*columns, console=console, disable=not console.is_terminal, expand=True) as progress:
         task = progress.add_task("", total=steps, completed=done, about="")
 
         def show(row: Row) -> None:
