@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from depthgate.cli import main
+from depthgate.presets import PRESETS
 
 BASE = ["train", "--data=stdlib", "--steps=3"]
 
@@ -148,6 +149,22 @@ def test_a_preset_in_yaml_is_a_preset(tmp_path, capsys):
     assert shown(["train", "--config", str(own), "--lr=0.25"], capsys)["lr"] == "0.25"
     assert shown(["train", "--config", str(own), "--preset=tiny-mod"], capsys)["pattern"] == "dense,mod"
     assert shown(["train", "--preset=tiny-mod", "--config", str(own)], capsys)["pattern"] == "dense"
+
+
+def test_the_schedule_follows_steps_in_every_preset(capsys):
+    for name in PRESETS:
+        found = shown(["train", f"--preset={name}", "--steps=5000"], capsys)
+        assert (found["steps"], found["schedule_steps"]) == ("5000", "null")
+    assert shown(["train", "--schedule_steps=70"], capsys)["schedule_steps"] == "70"
+
+
+def test_true_and_false_with_and_without_a_value(capsys):
+    for words in (["--compile"], ["--compile", "true"], ["--compile=true"], ["--compile", "--seed=1"]):
+        assert shown(["train", *words], capsys)["compile"] == "true"
+    for words in ([], ["--compile", "false"], ["--compile=false"]):
+        assert shown(["train", *words], capsys)["compile"] == "false"
+    assert shown(["train", "--model.qk-norm", "false"], capsys)["qk_norm"] == "false"
+    assert shown(["isoflop", "--dry-run", "--extend"], capsys)["dry_run"] == "true"
 
 
 def test_help_into_a_closed_pipe_is_no_error():

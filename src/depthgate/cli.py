@@ -109,8 +109,7 @@ def _options(config: type[Any] | None) -> Iterator[tuple[str, Any]]:
         yield each.name, each.type
         if each.type is configs.ModelConfig:
             yield from ((f"model.{each.name}", each.type) for each in fields(configs.ModelConfig))
-    yield from ((name, bool) for name in ("json", "resume"))
-    yield "config", str
+    yield from (("json", bool), ("resume", bool), ("config", str))
 
 
 def _verb_parser(config: type[Any]) -> ArgumentParser:
@@ -122,8 +121,7 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
         parser.add_argument(name if "nargs" in how["typed"] else f"--{name}", help=how["about"], **how["typed"])
     parser.add_class_arguments(config, as_group=False, skip=set(typed))
     if issubclass(config, RunConfig):
-        about = "go on where the run of --out ends, with its own options; those that are given again must agree"
-        parser.add_argument("--resume", type=bool, default=False, help=about)
+        parser.add_argument("--resume", type=bool, default=False, help="go on with the run of --out, by its options")
     for action in parser._actions:
         if (action.dest, bool) in _options(config):
             action.metavar = "[true|false]"

@@ -24,6 +24,17 @@ def copy(run, tmp_path):
     return tmp_path / "copy"
 
 
+def test_missing_steps_are_noted_and_a_folder_of_runs_is_named(tmp_path):
+    row = {"tokens": 1, "flops": 1.0, "seconds": 1.0, "loss": 2.0}
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        lines = [json.dumps({**row, "step": step}) + "\n" for step in (1, 2, 5, 6, 9)]
+        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
+    assert "4 steps of the run have no line in metrics.jsonl" in read_runs([tmp_path / "a"])[0].notes
+    with pytest.raises(DepthgateError, match=f"name some of them: {tmp_path / 'a'}, {tmp_path / 'b'}"):
+        read_runs([tmp_path])
+
+
 def test_rows_are_read_as_they_were_written_and_resumes_are_known(run):
     (found,) = read_runs([str(run)])
     wanted = rows(run)

@@ -16,8 +16,7 @@ with 32,768 token ids and feed-forwards of 8/3 of the width."""
 def run(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
     """Print them all."""
     models = {name: train_config(name).model for name in PRESETS}
-    shapes = {name: [getattr(model, key) for key in _SHAPE] for name, model in models.items()}
-    rows = [(name, parameters(model), training_flops(model), *shapes[name]) for name, model in models.items()]
+    rows = [(n, parameters(m), training_flops(m), *(getattr(m, key) for key in _SHAPE)) for n, m in models.items()]
     if as_json:
         names = ("preset", "parameters", "flops_per_token", *_SHAPE)
         print(json.dumps([dict(zip(names, row, strict=True)) for row in rows]))

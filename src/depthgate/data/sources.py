@@ -94,9 +94,7 @@ def source_files(data: str) -> list[Path]:
 
 def cut_note(data: str, documents: int) -> str:
     """A sentence for the user where .txt files were cut into documents."""
-    if _dataset_name(data) or data.startswith(WHOLE):
-        return ""
-    files = source_files(data)
+    files = [] if _dataset_name(data) or data.startswith(WHOLE) else source_files(data)
     cut = documents > len(files) and any(_suffixes(path)[0] in _CUT for path in files)
     return f"; .txt is cut at {MARK}, or else at two blank lines: not with --data {WHOLE}{data}" if cut else ""
 

@@ -80,7 +80,11 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
         if not path.is_dir():
             raise DepthgateError(f"{path} is not a folder: give a run of `depthgate train`, or a model by --model")
         if not (path / METRICS).is_file():
-            raise DepthgateError(f"{path} is not a run: it has no {METRICS}, which `depthgate train` writes")
+            runs = ", ".join(sorted(str(inside.parent) for inside in path.glob(f"*/{METRICS}"))[:9])
+            remedy = (
+                f"it holds runs, name some of them: {runs}" if runs else f"it has no {METRICS} of `depthgate train`"
+            )
+            raise DepthgateError(f"{path} is not a run: {remedy}")
     parts = [path.absolute().parts for path in paths]
     depth = next((n for n in range(1, max(map(len, parts))) if len({p[-n:] for p in parts}) == len(parts)), None)
     if depth is None:
@@ -112,6 +116,8 @@ def _read(path: Path, name: str) -> Run:
         notes.append(f"{len(bad)} of the lines of {METRICS} cannot be read, and are left out: {some}")
     if not rows:
         notes.append("no step is recorded yet")
+    elif (gone := rows[-1]["step"] + 1 - rows[0]["step"] - len(rows)) > len(bad):
+        notes.append(f"{gone:,} steps of the run have no line in {METRICS}")
     return Run(name, rows, _asked(path, notes), notes)
 
 
