@@ -335,6 +335,7 @@ class ViewConfig(Options):
     out: str | None = option(None, "file of the page; page.html unless given, or unless a picture is asked for")
     png: str | None = option(None, "file of a picture")
     svg: str | None = option(None, "file of a picture for papers")
+    title: str = option("", "heading of the page or picture; names of runs or of the model unless given")
     tokens: int = count(4000, "tokens read at most", maximum=2**16)
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 

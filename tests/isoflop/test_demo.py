@@ -98,14 +98,21 @@ def test_last_line_is_the_report_which_stands_alone(
     text = Path(last).read_text()
     for name in command.MODELS:
         assert f'<th scope="col">{name}</th>' in text
-        assert f"<h3>{name}</h3>" in text
         for line in ("training", "held out, causal"):
             assert f"{name}, {line}" in text
     body = text[text.index("<main>") : text.index("</main>")]
     for absent in ("http://", "https://", "<script", "<b ", "<folder>", "<i>&", "\0", "\x1b", "\u202e", "url(", "src="):
         assert absent not in body
     assert "&lt;folder&gt;" in text
-    assert text.count("</pre>") == 4  # the coloured text and three samples
+    assert text.count("</pre>") == 2  # the text that the best model wrote, and the one that it read
+    rows = [json.loads(line) for line in (finished / "results.jsonl").read_text().splitlines()]
+    best = min(rows, key=lambda row: row["loss_causal"])
+    assert (finished / "best").resolve() == (finished / "cells" / best["cell"]).resolve()
+    assert f"<p>{best['variant']} goes on from the first 64 tokens" in text
+    wrote, read_text = re.findall(r'<pre class="long".*?</pre>', text, re.S)
+    assert wrote.count("data-t=") == 64 + len(HOSTILE.encode())
+    assert wrote.count("data-t=", 0, wrote.index("</b>")) == 64
+    assert 'class="token' in read_text
     assert text.count("</html>") == 1
     browser = Browser()
     try:
@@ -136,7 +143,7 @@ def test_one_seed_gives_one_result_and_an_interrupted_demo_the_same(
     assert not (out / "report.html").exists()
     b = figures(home, "cut", capsys)
     assert b == a
-    samples = re.compile(r"<h2>Samples</h2>.*?</section>", re.S)
+    samples = re.compile(r"<h2>What the best model wrote</h2>.*?</section>", re.S)
     assert samples.findall((out / "report.html").read_text()) == samples.findall((finished / "report.html").read_text())
 
     c = figures(home, "other", capsys, "--seed", "1")
@@ -212,7 +219,8 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
                 assert shown == f"\\x{ids[n]:02x}"
         return sum(map(sum, chosen))
 
-    check((finished / "report.html").read_text())
+    seen = read(model, ids)
+    check(routed_text(seen.tokens, seen.through, 2, "routed layer"))
     # After a few steps the causal rule routes next to nothing: have it route about half, and look again.
     for _ in range(4):
         for i, plan in enumerate(model(rows, causal=True).plans):

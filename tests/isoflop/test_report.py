@@ -4,8 +4,10 @@ import json
 import re
 from html import unescape
 
+import pytest
+
 from depthgate.isoflop.fit import AGAIN, Curve, Verdict
-from depthgate.isoflop.report import _fitted, compared, in_words, no_verdict, resolution, short_flops
+from depthgate.isoflop.report import _fitted, advice, compared, in_words, no_verdict, resolution, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
 
@@ -61,15 +63,15 @@ def test_single_sizes_are_compared_without_taking_a_side():
 
     dense = made("tiny-dense", 1.4)
     assert compared([made("tiny-mod", 1.5), dense]) == [
-        "At 1e09 FLOPs tiny-dense has the lowest causal loss: 1.400 against 1.500 nats per token."
+        "At 1e09 training FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token, against 1.500 (tiny-mod)."
     ]
     assert compared([made("tiny-mod", 1.3), dense]) == [
-        "At 1e09 FLOPs tiny-mod has the lowest causal loss: 1.300 against 1.400 nats per token."
+        "At 1e09 training FLOPs tiny-mod has the lowest causal loss: 1.300 nats per token, against 1.400 (tiny-dense)."
     ]
     assert compared([made("tiny-mod", 1.4001), dense]) == [
-        "At 1e09 FLOPs tiny-dense and tiny-mod have the same causal loss: 1.400 nats per token."
+        "At 1e09 training FLOPs tiny-dense and tiny-mod have the same causal loss: 1.400 nats per token."
     ]
-    assert compared([dense]) == ["At 1e09 FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token."]
+    assert compared([dense]) == ["At 1e09 training FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token."]
 
 
 def test_names_stand_once_in_a_legend():
@@ -78,8 +80,39 @@ def test_names_stand_once_in_a_legend():
         return Curve([{**shape, "params": 10**n, "loss_causal": 2.0 + abs(n - 4)} for n in range(3, 6)])
 
     sections = _fitted([made(1e12), made(2e12)], [])
-    (chart,) = re.findall(r'data-chart="([^"]*)"', sections["The best loss against the budget"])
-    assert [each["name"] for each in json.loads(unescape(chart))["series"]] == ["mod", "mod, minima"]
+    drawn = re.findall(r'data-chart="([^"]*)"', sections["Loss against parameters and FLOPs"])
+    first, _, best = (json.loads(unescape(chart))["series"] for chart in drawn)
+    assert [each["name"] for each in best] == ["mod", "mod, best"]
+    assert [each["name"] for each in first] == ["mod", "mod, cells", "mod, best"]
+    assert {each["colour"] for each in first + best} == {"mod"}
+    assert first[-1]["points"] == [[pytest.approx(10**4, rel=1e-3), pytest.approx(1.94, abs=0.1), None, None]]
+
+
+def test_a_study_names_its_remedy_and_routers_that_take_nobody():
+    def curves(losses, seeds=1, shift=0.0):
+        rows = [
+            {
+                "budget": 1e12,
+                "variant": "mod",
+                "seed": seed,
+                "params": 10 ** (n + 3),
+                "loss_causal": loss + shift * seed,
+            }
+            | COST
+            for n, loss in enumerate(losses)
+            for seed in range(seeds)
+        ]
+        return [Curve(rows)]
+
+    again = "To mend what is missing, give the same command again with --extend true {}; finished cells are kept."
+    assert advice(curves([3.0, 2.0]), []) == [again.format("--sizes 3 --seeds_at_minimum 3")]
+    assert advice(curves([3.0, 2.5, 2.0]), []) == [again.format("--more_sizes 2 --seeds_at_minimum 3")]
+    assert advice(curves([3.0, 2.0, 3.1]), []) == [again.format("--seeds_at_minimum 3")]
+    fine = curves([3.0, 2.0, 3.1], seeds=3, shift=0.001)
+    assert advice(fine, []) == []
+    rows = [{"variant": "mod", "routed_share": share} for share in ([0.0, 0.0], [0.0, 0.1], [0.0, 0.0])]
+    (said,) = advice(fine, [*rows, {"variant": "dense", "routed_share": []}])
+    assert said.startswith("In 2 cells of mod the causal rule routes nobody")
 
 
 def test_large_numbers_are_short():

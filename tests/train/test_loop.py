@@ -13,8 +13,10 @@ from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
 from depthgate.config import TrainConfig
 from depthgate.errors import DepthgateWarning
+from depthgate.loading import text_of
 from depthgate.routing import agreement
-from depthgate.train import optim
+from depthgate.train import loop, optim
+from depthgate.train.evaluate import measure
 from tests.train.tiny import rows, same, start, train
 
 OPTIONS = {
@@ -43,6 +45,23 @@ def test_five_and_five_steps_equal_ten(tmp_path, data, options):
     losses = [[row["loss"] for row in rows(tmp_path / run)] for run in ("whole", "parts")]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 10
+
+
+def test_some_rows_have_figures_of_the_held_out_text(tmp_path, data, monkeypatch):
+    """About ten of them, those of a measurement of the model as it was; the run is what it would be without."""
+    options = ("--model.pattern=dense,mod", "--model.capacity=0.5", "--checkpoint_every=4")
+    assert train(tmp_path / "without", data, 12, *options) == 0
+    assert not any("held_out_loss" in row for row in rows(tmp_path / "without"))  # too short a run to look
+    monkeypatch.setattr(loop, "GLANCE", 64)
+    assert train(tmp_path / "with", data, 8, *options) == 0
+    assert train(tmp_path / "with", data, 12, *options, "--resume") == 0
+    assert same(tmp_path / "without", tmp_path / "with")
+    found = {row["step"]: row for row in rows(tmp_path / "with") if "held_out_loss" in row}
+    assert list(found) == [4, 8, 12]  # a look at 64 tokens for 512 that are trained on
+    model = dg.load(tmp_path / "with")
+    wanted = measure(model, text_of(tmp_path / "with", model.tokenizer), 4, 64)
+    assert found[12]["held_out_loss"] == pytest.approx(wanted["nats_per_token"], rel=1e-6)
+    assert (found[12]["causal_share"], found[12]["agreement"]) == (wanted["routed_share"], wanted["agreement"])
 
 
 def test_the_run_passes_an_epoch_and_workers_change_nothing(tmp_path, data):

@@ -15,6 +15,8 @@ LINES = {
     "none": [],
     "<b>four</b>": [(1.0, 2.0), (9.0, 2.0)],
 }
+KINDS = {name: [(20_000_000.0, 2.0), (40_000_000.0, 2.5)] for name in ("dense", "mod", "mod:capacity=0.25")}
+MINIMA = {"dense, best": [(30_000_000.0, 1.9, (25_000_000.0, 35_000_000.0), (1.0, 2.0))], "mod, best": []}
 
 
 @pytest.fixture(scope="module")
@@ -23,15 +25,16 @@ def page(tmp_path_factory):
         pages.line_chart("Lines", "d", LINES, "steps", "loss", marks={"seeds": [(3.0, 1.0), (3.0, 2.0)]}),
         pages.bar_chart("Bars", "d", {"a": 0.5, "<i>": 0.25, "null": NAN}, "share", even=0.25),
         pages.bar_chart("Histogram", "d", {-1.0: 3.0, 0.0: 4.0, 1.0: 0.0}, "tokens", x="score"),
-        pages.line_chart("Log", "d", {"a": [(0.5, 3.0), (1.0, 2.0), (4.0, 3.0)]}, "size", "loss", log_x=True),
+        pages.line_chart("Log", "d", {"a": [(0.5, 3.0), (1.0, 2.0), (4.0, 3.0)]}, "size", "loss", axis="log_x"),
         pages.line_chart("Empty", "d", {}, "x", "y"),
         *(
             pages.line_chart(f"Odd {n}", "d", {"a": [(float(i), y) for i, y in enumerate(values)]}, "x", "y")
             for n, values in enumerate([[2.5], [2.5, 2.5000000000000004], [-1e99, 1e99], [1e-15, 3e-15], [0.0, 0.0]])
         ),
         pages.line_chart("Late", "d", {"a": [(5_000_001.0, 7.0), (5_000_002.0, 8.0)]}, "x", "y"),
-        pages.line_chart("From zero", "d", {"a": [(0.0, 7.0), (1.0, 8.0)]}, "x", "y", from_zero=True),
-        pages.line_chart("Small", "d", {"a": [(0.011, 3.0), (0.034, 2.0)]}, "size", "loss", log_x=True),
+        pages.line_chart("From zero", "d", {"a": [(0.0, 7.0), (1.0, 8.0)]}, "x", "y", axis="from_zero"),
+        pages.line_chart("Small", "d", {"a": [(0.011, 3.0), (0.034, 2.0)]}, "size", "loss", axis="log_x"),
+        pages.line_chart("Kinds", "d", KINDS, "parameters", "loss", kinds=("dense", "mod", "mod"), marks=MINIMA),
     ]
     out = tmp_path_factory.mktemp("charts") / "page.html"
     out.write_text(pages.page("charts", {"": pages.row(made)}))
@@ -64,10 +67,9 @@ def test_all_charts_are_drawn_and_names_are_text(browser, page):
     assert legend(browser, 0) == ["one: ", "two: ", "<b>four</b>: ", "seeds: "]
     assert browser.js("document.querySelectorAll('.chart b, .chart i').length") == 0
     strokes = chart(browser, 0, "u.series.slice(1).map((s) => s.stroke())")
-    colours = [
-        browser.js(f"getComputedStyle(document.documentElement).getPropertyValue('--c{n}')") for n in (0, 1, 3, 0)
-    ]
-    assert strokes == colours  # the one without points keeps its colour; marks have that of the first line
+    dark, blue = (pages.colour("mod", shade)[1:] for shade in (0.5, 0.0))
+    shades = [f"#{blue}", f"rgb({' '.join(map(str, bytes.fromhex(dark)))})", f"#{blue}", f"#{blue}"]
+    assert strokes == shades  # the one without points keeps its shade, the third; marks have that of the first line
     assert len({json.dumps(dash) for dash in chart(browser, 0, "u.series.slice(1, 4).map((s) => s.dash)")}) == 3
     browser.assert_alone()
 
@@ -152,3 +154,26 @@ def test_charts_fit_any_window_and_follow_its_light(browser, page, width):
     browser.js(TWO_FRAMES)
     assert chart(browser, 0, "u.width") == browser.js("document.querySelector('.chart').clientWidth")
     browser.assert_fits()
+
+
+def test_kinds_have_their_colours_minima_their_intervals_and_large_numbers_are_short(browser, page):
+    browser.open(page)
+    strokes = chart(browser, 13, "u.series.slice(1).map((s) => s.stroke())")
+    wanted = [pages.colour("dense"), pages.colour("mod"), "rgb(30 64 114)", pages.colour("dense")]
+    assert strokes == wanted  # the second of a kind is darker: half way to the colour of text
+    assert pages.colour("mod", 0.5) == "#1e4072" == "#" + bytes((30, 64, 114)).hex()
+    low, high = chart(browser, 13, "[u.scales.y.min, u.scales.y.max]")
+    assert low < 1.0 < 2.5 < high  # all of the interval is to be seen
+    assert "30 M" in chart(browser, 13, "u.axes[0]._values")
+    browser.assert_alone()
+
+
+def test_a_chart_is_read_by_touch(browser, page):
+    browser.open(page, 390)
+    at = point(browser, 0, 5)
+    browser.move(0, 0)
+    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[at])
+    browser.call("Input.dispatchTouchEvent", type="touchMove", touchPoints=[at | {"x": at["x"] + 1}])
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.wait("document.querySelector('.chart .u-value:not(:empty)')")
+    assert legend(browser, 0)[0] == "one: 5 at 5"

@@ -1,5 +1,6 @@
 """Experts and slots, by hand and from plans: loads, null shares, slot maps; figures show the same."""
 
+import base64
 import json
 import math
 import re
@@ -11,9 +12,10 @@ import depthgate as dg
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.routing import Groups, Slots
 from depthgate.view.figures import plans_figure
-from depthgate.view.routes import Decisions, ExpertLayer, RoutedLayer, expert_choices, plan_decisions, read
+from depthgate.view.page import colour
+from depthgate.view.routes import Decisions, ExpertLayer, Image, RoutedLayer, expert_choices, plan_decisions, read
 from depthgate.view.routes_page import text_page
-from tests.view.pages import page_data, view, view_model
+from tests.view.pages import large, page_data, view, view_model
 
 TEXT = "the quick brown fox jumps over a lazy dog and sleeps"
 
@@ -65,9 +67,9 @@ def test_experts_without_a_token_are_counted_and_not_drawn(tmp_path):
     assert '<th scope="row">1</th><td>no token came</td><td>4</td><td>-</td>' in page
     assert "Layer 0, load of its experts" in page
     assert "Layer 1, load of its experts" not in page
-    assert [axes.get_title() for axes in plans_figure(found, None).axes][2:] == ["layer 0: load of the experts"]
+    assert [axes.get_title() for axes in plans_figure(found, Image()).axes][2:] == ["layer 0: load of the experts"]
     with pytest.raises(DepthgateError, match="no token came to any expert"):
-        plans_figure(Decisions(2, [], experts=[idle]), None)
+        plans_figure(Decisions(2, [], experts=[idle]), Image())
 
 
 def _without_entries(plans):
@@ -145,6 +147,12 @@ def test_slots_are_those_of_the_plan_and_patches_must_fit(tmp_path):
         dg.view.plot(plans, tokens=["a", "b", "c"])
 
 
+def painted(*rows):
+    """Rows of a picture in numbers: 0 skipped, 1 computed, 2 one choice alone, 3 computed, the other choice unknown."""
+    colours = [colour(*look) for look in (("band",), ("mod",), ("odd",), ("mod", -0.55))]
+    return [[list(bytes.fromhex(colours[cell][1:])) for cell in row.tolist()] for row in rows]
+
+
 def test_plans_of_every_layer_can_be_plotted(runs):
     x = torch.randn(2, 16, 8)
     block = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
@@ -163,9 +171,9 @@ def test_plans_of_every_layer_can_be_plotted(runs):
         figure = dg.view.plot(plans)
         assert number % 2 or figure._repr_png_().startswith(b"\x89PNG")  # one of each kind: slow
     figure = dg.view.plot(made[0], row=1)
-    assert figure.subfigs[0].axes[0].images[0].get_array().shape == (1, 5)  # without the padding
+    assert figure.subfigs[0].axes[0].images[0].get_array().shape == (2, 5, 3)  # without the padding; two halves
     chosen = dg.view.plot(made[4]).subfigs[0].axes[0].images[0].get_array()
-    assert chosen.tolist() == [(3 * plan.chosen[0, :, 0].int()).tolist() for plan in made[4]]
+    assert chosen.tolist() == painted(*(plan.chosen[0, :, 0].int() for plan in made[4] for _ in range(2)))
 
 
 def test_pictures_show_what_the_pass_computed_and_the_rule_where_asked(tmp_path):
@@ -177,7 +185,7 @@ def test_pictures_show_what_the_pass_computed_and_the_rule_where_asked(tmp_path)
         assert causal or chosen.sum() == 4
         figure = plans.plot(row=1)
         cells, bars = figure.subfigs[0].axes
-        assert cells.images[0].get_array().tolist() == [(3 * chosen).tolist()]
+        assert cells.images[0].get_array().tolist() == painted(chosen, chosen)
         assert [bar.get_width() for bar in bars.patches] == pytest.approx([chosen.sum().item() / 16])
         assert [text.get_text() for text in figure.subfigs[0].legends[0].get_texts()] == ["skipped", "computed"]
         plans.save_page(tmp_path / "page.html", row=1, title="my layer")
@@ -190,7 +198,8 @@ def test_pictures_show_what_the_pass_computed_and_the_rule_where_asked(tmp_path)
     rule = plans[0].causal_choice[1, :, 0].int()
     assert rule.tolist() != plans[0].chosen[1, :, 0].int().tolist()
     cells = plans.plot(row=1, causal_rule=True).subfigs[0].axes[0].images[0].get_array()
-    assert cells.tolist() == [(2 * rule + plans[0].chosen[1, :, 0].int()).tolist()]
+    best = plans[0].chosen[1, :, 0].int()  # 1 where both choose a token, 2 where one does, in its half
+    assert cells.tolist() == painted(2 * rule - rule * best, 2 * best - rule * best)
     plans.save_page(tmp_path / "page.html", row=1, causal_rule=True)
     assert page_data(tmp_path / "page.html")["causal"] == ["".join(map(str, rule.tolist()))]
     page = (tmp_path / "page.html").read_text()
@@ -230,11 +239,11 @@ def test_each_layer_is_shown_as_it_chose(tmp_path):
     for compared in (False, True):
         figure = plans.plot(causal_rule=compared).subfigs[0]
         cells, bars = figure.axes
-        wanted = [(4 * a).tolist(), (2 * rule + b).tolist()] if compared else [(3 * a).tolist(), (3 * b).tolist()]
-        assert cells.images[0].get_array().tolist() == wanted
+        halves = [3 * a, 3 * a, 2 * rule - rule * b, 2 * b - rule * b] if compared else [a, a, b, b]
+        assert cells.images[0].get_array().tolist() == painted(*halves)
         assert [bar.get_width() for bar in bars.patches] == pytest.approx([a.sum().item() / 16, 4 / 16])
         named = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert ("computed causally" in named) is compared
+        assert ("computed causally, top k not known" in named) is compared
         plans.save_page(tmp_path / "page.html", causal_rule=compared)
         page, data = (tmp_path / "page.html").read_text(), page_data(tmp_path / "page.html")
         assert data["computed"] == (["", "top_k"] if compared else ["", ""])
@@ -289,7 +298,8 @@ def test_patches_after_a_prefix(tmp_path):
     routed, slots = plans.plot(grid=(3, 4), prefix=1).subfigs
     chosen = plans["0"].chosen[0, :, 0].int()
     assert chosen[0] == 1
-    assert routed.axes[0].images[0].get_array().tolist() == (3 * chosen[1:]).reshape(3, 4).tolist()
+    rows = chosen[1:].reshape(3, 4)
+    assert routed.axes[0].images[0].get_array().tolist() == painted(*rows.repeat_interleave(2, 0))  # two halves
     assert routed.axes[0].get_title() == "layer 0: 46%, prefix 1 of 1"
     shown = torch.tensor(slots.axes[1].images[0].get_array().tolist())
     assert torch.allclose(shown, plans["1"].into[0, 1:, 1, 0].reshape(3, 4))
@@ -297,9 +307,36 @@ def test_patches_after_a_prefix(tmp_path):
     plans.save_page(tmp_path / "page.html", grid=(3, 4), prefix=1)
     data = page_data(tmp_path / "page.html", "patches")
     assert [weight > 0 for weight in data["weights"][0]] == chosen[1:].bool().tolist()
+    image = torch.linspace(-2, 2, 3 * 24 * 320).reshape(3, 24, 320)  # normalised, and larger than a page needs
+    plans.save_page(tmp_path / "page.html", grid=(3, 4), prefix=1, image=image, title="my image")
+    data = page_data(tmp_path / "page.html", "image")
+    assert (data["width"], data["height"], len(base64.b64decode(data["rgb"]))) == (160, 24, 160 * 24 * 3)
+    figure = plans.plot(grid=(3, 4), prefix=1, image=image, title="my image")
+    assert figure.get_suptitle() == "my image"
+    assert [len(axes.images) for axes in figure.axes[:3]] == [2, 2, 2]  # the image, and what lies over it
+    for wrong in (torch.zeros(2, 24, 32), torch.zeros(24), torch.zeros(3, 0, 4)):
+        with pytest.raises(DepthgateError, match="image has the shape"):
+            plans.plot(grid=(3, 4), prefix=1, image=wrong)
     for wrong in (14, (3,), (4, 4), "ab"):
         with pytest.raises(DepthgateError, match="grid"):
             plans.plot(grid=wrong, prefix=1)
+
+
+def test_a_picture_drops_no_token_and_says_which_layers_do_not_count(tmp_path):
+    """Of 1,200 tokens each has two pixels at least: three lines of 400."""
+    found = large(1200, 2)
+    for n, layer in enumerate(found.layers):
+        layer.gates[:] = [0.01 * on for on in layer.causal]
+        layer.causal[:] = [on and n == 0 for on in layer.causal]
+    figure = plans_figure(found, Image())
+    *lines, _ = figure.subfigs[0].axes
+    assert [axes.images[0].get_array().shape for axes in lines] == [(4, 400, 3)] * 3
+    figure.canvas.draw()
+    assert min(axes.get_window_extent().width / 400 for axes in lines) * 1.6 > 1.5  # saved with 160 dots an inch
+    page = text_page("t", "about", found)
+    assert "The mean gate is below 0.1 in these layers: 2." in page
+    assert "No token passes the router of these layers: 4." in page
+    assert "hardly counts" not in text_page("t", "about", large(100, 2))
 
 
 def test_pictures_are_written_and_odd_tokens_do_not_harm(run, runs, tmp_path):

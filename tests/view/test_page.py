@@ -32,21 +32,25 @@ def chart_data(figure: str) -> dict[str, Any]:
     return json.loads(unescape(found))
 
 
+def look(kind: str, shade: float, dash: int) -> dict[str, Any]:
+    return {"kind": kind, "colour": "mod", "shade": shade, "dash": dash}
+
+
 def test_line_charts_hold_their_points() -> None:
     """In order of x; what cannot be drawn is a gap, or left out where it has no place."""
     nan = math.nan
     points = [(5.0, 25.0), (0.0, 0.0), (6.0, nan), (7.0, 1e308), (nan, 1.0), (10.0, 100.0)]
     marks = {"b": [(10.0, 100.0)], "<c>": [(5.0, 1.0), (5.0, 2.0)], "none": []}
-    made = pages.line_chart("t", "d", {"empty": [], "a": points}, "x", "y", marks=marks, from_zero=True)
+    made = pages.line_chart("t", "d", {"empty": [], "a": points}, "x", "y", marks=marks, axis="from_zero")
     assert chart_data(made) == {
-        **{"x": "x", "y": "y", "logX": False, "fromZero": True},
+        **{"x": "x", "y": "y", "axis": "from_zero"},
         "series": [
-            {"kind": "line", "colour": 1, "name": "a", "points": [[0, 0], [5, 25], [6, None], [7, None], [10, 100]]},
-            {"kind": "mark", "colour": 0, "name": "b", "points": [[10, 100]]},
-            {"kind": "mark", "colour": 1, "name": "<c>", "points": [[5, 1], [5, 2]]},
+            {**look("line", 0.5, 1), "name": "a", "points": [[0, 0], [5, 25], [6, None], [7, None], [10, 100]]},
+            {**look("mark", 0, 0), "name": "b", "points": [[10, 100]]},
+            {**look("mark", 0.5, 1), "name": "<c>", "points": [[5, 1], [5, 2]]},
         ],
     }
-    (line,) = chart_data(pages.line_chart("t", "d", {"a": points}, "x", "y", log_x=True))["series"]
+    (line,) = chart_data(pages.line_chart("t", "d", {"a": points}, "x", "y", axis="log_x"))["series"]
     assert line["points"][0] == [5, 25]  # 0 has no place on a log axis
     assert chart_data(pages.line_chart("t", "d", {"a": []}, "x", "y"))["series"] == []  # not an error
 
@@ -62,10 +66,23 @@ def test_bar_charts_hold_their_bars() -> None:
     pages.bar_chart("t", "d", {}, "share")  # nothing to draw is not an error
 
 
+def test_a_kind_has_one_colour_everywhere() -> None:
+    names = {"dense": "dense", "tiny-mod": "mod", "mod:capacity=0.25": "mod", "mode": "mode", "dense,mod": "mod"}
+    names |= {
+        "4 x 48, dense,mode_staged, capacity 0.5": "mode_staged",
+        "moe-124m": "moe",
+        "random": "random",
+        "x": "dense",
+    }
+    assert {name: pages.kind_of(name) for name in names} == names
+    assert pages.looks(["mod", "dense", "mod", "mod"]) == [("mod", 0), ("dense", 0), ("mod", 0.5), ("mod", -0.3)]
+    assert len({pages.colour(kind) for kind in pages.KINDS}) == len(pages.KINDS)
+
+
 def test_a_page_carries_what_draws_its_charts_with_its_licence() -> None:
     chart = pages.line_chart("t", "d", {"a": [(0.0, 1.0)]}, "x", "y")
     text = pages.page("t", {"": chart})
-    assert text.count("<script") == 2
+    assert text.count("<script") == 3
     assert "var uPlot=" in text
     assert "The MIT License" in text
     assert "Leon Sorokin" in text
@@ -81,6 +98,11 @@ def test_routed_text_by_hand() -> None:
     assert 'title="↵: layers 4"><span class="sign">↵</span></span>\n' in made
     assert 'style="--share:1" title="\\u202e: layers 2, 4"' in made
     assert "no routed layer: 1 of 5 tokens" in made
+    # The rest of a token after the end of a line stands on the next one.
+    assert '<span class="sign">↵</span>\n<span class="sign">·</span>x</span>' in routed_text(
+        ["\n x"], [[1]], 1, "expert"
+    )
+    assert "<b><span" in routed_text(["a", "b"], [[], []], 1, "expert", given=1)
     assert "1 routed layer: 3 of 5 tokens" in made
     assert "2 routed layers: 1 of 5 tokens" in made
 

@@ -24,6 +24,7 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
     width = model.config.context
     assert len(data["tokens"]) == ids.shape[1] > width
     assert data["layers"] == [1, 3]
+    lowest = []
     for start in range(0, ids.shape[1], width):
         part = ids[:, start : start + width]
         for causal, name in ((True, "causal"), (False, "top_k")):
@@ -31,6 +32,8 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
             for shown, plan in zip(data[name], plans, strict=True):
                 chosen = "".join(str(int(yes)) for yes in plan.chosen[0, :, 0].tolist())
                 assert shown[start : start + width] == chosen
+            if not causal:
+                lowest.append([plan.scores[0, plan.tokens[0, 0], 0].min().item() for plan in plans])
         plans = [p for p in model(part, causal=True).plans if isinstance(p, Slots)]
         for i, plan in enumerate(plans):
             assert data["scores"][i][start : start + width] == pytest.approx(plan.scores[0, :, 0].tolist(), abs=1e-3)
@@ -38,6 +41,7 @@ def test_the_page_holds_what_the_plans_say(run, tmp_path):
             for t, gate in enumerate(data["gates"][i][start : start + width]):
                 wanted = gates[t] if plan.chosen[0, t, 0] else 0.0
                 assert gate == pytest.approx(wanted, abs=1e-3)
+    assert data["lowest"] == pytest.approx(torch.tensor(lowest).mean(0).tolist(), abs=1e-4)  # of each window
 
 
 def test_losses_depths_and_the_accuracy_of_the_rule(run):
@@ -62,7 +66,7 @@ def test_hostile_text_is_shown_as_text(run, tmp_path):
     page = tmp_path / "page.html"
     assert view_model(run, page, "--prompt", HOSTILE) == 0
     text = page.read_text()
-    assert text.count("<script") == 4  # ours: the data, the map, uPlot, and what calls it
+    assert text.count("<script") == 5  # ours: the data, the map, the page's own, uPlot, and what calls it
     for absent in ("<img", "\x00", "\u202e"):
         assert absent not in text
     assert "".join(page_data(page)["tokens"]).startswith("<script>alert(1)</script>")

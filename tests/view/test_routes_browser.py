@@ -8,7 +8,6 @@ from depthgate.view.page import visible
 from depthgate.view.routes_page import text_page
 from tests.view.pages import HOSTILE, large, page_data, view_model
 
-LEFT, TOP, ROW = 44, 22, 22  # of the map
 # Of the signs in the text against what is behind them, as WCAG has it.
 CONTRASTS = """[...document.querySelectorAll('pre .sign')].map((sign) => {
   const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
@@ -29,12 +28,17 @@ def big(tmp_path_factory):
     return page
 
 
+def sizes(browser):
+    """Of the map: where its cells begin, and how high a row of them is."""
+    return (int(browser.js(f"document.getElementById('map').dataset.{name}")) for name in ("left", "top", "row"))
+
+
 def hover(browser, token, row):
     """Point at the middle of a cell."""
-    box = browser.box("#map")
-    start, stop = (int(browser.js(f"document.getElementById('map').dataset.{name}")) for name in ("from", "to"))
-    x = box["x"] + LEFT + (token - start + 0.5) * (box["width"] - LEFT) / (stop - start)
-    browser.move(x, box["y"] + TOP + (row + 0.5) * ROW)
+    box, (left, top, high) = browser.box("#map"), sizes(browser)
+    start, stop = span(browser)
+    x = box["x"] + left + (token - start + 0.5) * (box["width"] - left) / (stop - start)
+    browser.move(x, box["y"] + top + (row + 0.5) * high)
     return browser.text("#said")
 
 
@@ -68,15 +72,34 @@ def test_what_is_drawn_is_what_was_decided(browser, big):
     found = large()
     browser.open(big)
     browser.js("for (let i = 0; i < 12; i++) document.getElementById('closer').click()")
-    start, stop = (int(browser.js(f"document.getElementById('map').dataset.{name}")) for name in ("from", "to"))
-    assert (start, stop) == (0, 8)
-    wanted = {(0, 0): "243,245,247", (0, 1): "243,245,247", (1, 0): "180,72,15", (1, 1): "31,95,191"}
+    assert span(browser) == (0, 8)
+    left, top, high = sizes(browser)
+    band, both, odd = "243,245,247", "31,95,191", "196,33,63"
+    upper, lower = (
+        {(0, 0): band, (0, 1): band, (1, 0): odd, (1, 1): both},
+        {(0, 0): band, (0, 1): odd, (1, 0): band, (1, 1): both},
+    )
     for row in range(8):
         for t in range(1, 8):  # the first has the mark
-            place = f"44 + ({t} + .5) * (c.clientWidth - 44) / 8, {TOP + row * ROW + 6}, 1, 1"
-            pixel = f"[...c.getContext('2d').getImageData({place}).data].slice(0, 3).join()"
-            seen = browser.js(f"((c) => {pixel})(document.getElementById('map'))")
-            assert seen == wanted[(found.layers[row].causal[t], found.layers[row].top_k[t])]
+            for down, wanted in ((0.25, upper), (0.75, lower)):
+                place = f"{left} + ({t} + .5) * (c.clientWidth - {left}) / 8, {top + (row + down) * high}, 1, 1"
+                pixel = f"[...c.getContext('2d').getImageData({place}).data].slice(0, 3).join()"
+                seen = browser.js(f"((c) => {pixel})(document.getElementById('map'))")
+                assert seen == wanted[(found.layers[row].causal[t], found.layers[row].top_k[t])]
+
+
+def test_histograms_count_the_scores_and_mark_where_the_top_k_begins(browser, big):
+    browser.open(big)
+    found = large().layers[0]
+    first = "(e) => e.getAttribute('aria-label').startsWith('Layer 2.')"
+    xs, tokens, computed = browser.js(f"[...document.querySelectorAll('.chart')].find({first}).chart.data")
+    assert (len(xs), sum(tokens), sum(computed)) == (24, 4000, sum(found.causal))
+    wide = (max(found.scores) - min(found.scores)) / 24
+    assert xs[0] == pytest.approx(min(found.scores) + wide / 2)
+    assert tokens[11] == sum(11 <= (score - min(found.scores)) / wide < 12 for score in found.scores)
+    assert [count for x, count in zip(xs, computed, strict=True) if x < 1.1 - wide] == [0] * sum(
+        x < 1.1 - wide for x in xs
+    )
 
 
 def test_the_keyboard_moves_and_zooms(browser, big):
@@ -112,15 +135,20 @@ def test_pointing_at_a_large_map_does_not_draw_its_cells_again(browser, big):
         draws[name] = function (...given) { drawn[name]++; return before.apply(this, given); };
       }
     })()""")
+    browser.click("#whole")
     box, nodes = browser.box("#map"), browser.js("document.querySelectorAll('*').length")
+    browser.js("for (const name in drawn) drawn[name] = 0")
+    _, top, _ = sizes(browser)
     for i in range(60):
-        browser.move(box["x"] + 60 + 10 * i, box["y"] + TOP + 5 + i % 150)
+        browser.move(box["x"] + 60 + 10 * i, box["y"] + top + 5 + i % 150)
     browser.js("new Promise((done) => requestAnimationFrame(done))")
     drawn = browser.js("drawn")
     assert drawn["fillRect"] == 0  # no cell
     assert 0 < drawn["drawImage"] <= 61
     assert drawn["strokeRect"] == drawn["drawImage"]
-    assert browser.js("document.querySelectorAll('*').length") <= nodes + 1  # the token's name in the line below
+    assert (
+        browser.js("document.querySelectorAll('*').length") <= nodes + 3
+    )  # the token and what is around it, in the line below
     browser.click("#closer")
     assert browser.js("drawn.fillRect") > 1000  # a zoom does
 
@@ -131,8 +159,9 @@ def span(browser):
 
 def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot(browser, big):
     browser.open(big)
-    box = browser.box("#map")
-    x, y = box["x"] + LEFT + 100, box["y"] + TOP + 30
+    browser.click("#whole")
+    box, (left, top, _) = browser.box("#map"), sizes(browser)
+    x, y = box["x"] + left + 100, box["y"] + top + 30
 
     browser.js("window.wheels = 0; addEventListener('wheel', () => wheels++, { capture: true, passive: true })")
 
@@ -172,7 +201,7 @@ def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot
     for kind in ("mouse", "touch"):
         before = span(browser)
         after = drag(kind, -300)
-        step = (box["width"] - LEFT) / 250
+        step = (box["width"] - left) / 250
         assert after[0] - before[0] == pytest.approx(
             300 / step, abs=30 if kind == "touch" else 1
         )  # fingers slip at first
@@ -185,6 +214,50 @@ def test_wheels_and_drags_move_along_and_the_window_scrolls_where_the_map_cannot
     wheel(0, 100)  # cannot zoom out further: the window scrolls
     browser.wait(f"{scrolled} > {at}")
     browser.assert_alone()
+
+
+def test_the_map_starts_with_what_can_be_read_and_a_strip_of_the_rest(browser, big, tmp_path):
+    for width, words, letters in ((1280, 103, 200), (390, 28, 58)):
+        browser.open(big, width)
+        start, stop = span(browser)
+        assert (start, stop - start) == (0, pytest.approx(words, abs=4))
+        assert browser.js("document.getElementById('overview').clientHeight") == 40
+        strip = browser.box("#overview")
+        at = {"x": strip["x"] + strip["width"] - 3, "y": strip["y"] + 20}
+        browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[at])
+        browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        browser.wait("Number(document.getElementById('map').dataset.to) > 3900")
+        browser.js("document.getElementById('map').focus()")
+        browser.press("Home")
+        assert span(browser)[0] == 0
+        found = large()
+        (tmp_path / "page.html").write_text(
+            text_page("t", "about", type(found)(found.depth, found.layers, ["a"] * 4000, found.losses))
+        )
+        browser.open(tmp_path / "page.html", width)
+        assert span(browser) == (0, pytest.approx(letters, abs=4))
+        assert hover(browser, 40, 2).endswith("a" * 49)  # and what is around it
+    browser.click("#whole")
+    assert browser.js("document.getElementById('overview').hidden")
+
+
+def test_a_tap_on_a_token_says_what_computed_it(browser, big):
+    browser.open(big, 390)
+    found, token = large(), browser.box('pre [data-t="11"]')
+    at = {"x": token["x"] + 4, "y": token["y"] + 8}
+    browser.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[at])
+    browser.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+    browser.wait("document.querySelector('.at')")
+    layers = ", ".join(map(str, found.through[11])) or "no routed layer"
+    assert browser.text(".text .said").startswith("Token 11: ·fox: ")
+    assert browser.text(".text .said").endswith(layers)
+    browser.js("document.querySelector('pre').focus()")
+    browser.press("ArrowRight", "ArrowRight", "ArrowLeft")
+    assert browser.text(".text .said").startswith("Token 12: ")
+    table = "document.querySelector('table.cards')"
+    assert browser.js(f"{table}.scrollWidth <= {table}.parentElement.clientWidth")  # no cell is cut off
+    heads = browser.js(f"[...{table}.querySelector('tbody tr').children].map((cell) => cell.dataset.head)")
+    assert heads[:2] == ["layer", "routed by the causal rule"]
 
 
 @pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from depthgate.errors import DepthgateError
-from depthgate.view.runs import curve, read_runs, runs_page, unit, write_report
+from depthgate.view.runs import charts, curve, read_runs, runs_page, unit, write_report
 from tests.train.tiny import rows
 from tests.view.pages import a_run, view
 
@@ -67,6 +67,17 @@ def test_curves_by_hand():
     assert unit([run], "flops") == (1e9, "GFLOPs")
     assert unit([a_run(steps=60)], "seconds") == (60, "minutes")
     assert run.summary["bad_steps"] == 1
+    assert [chart["title"] for chart in charts([run], "step")] == ["Training loss", "Routed share", "Throughput"]
+    for n in (4, 8):
+        run.rows[n - 1] |= {"held_out_loss": 3.0 - n / 8, "causal_share": [0.1, 0.3], "agreement": [0.5, 0.7]}
+    _, held_out, share, _ = charts([run], "step")
+    assert held_out["series"] == {"a": [(4, 2.5), (8, 2.0)]}
+    assert share["series"] == {"routed layer 0": [(4, 0.1), (8, 0.1)], "routed layer 1": [(4, 0.3), (8, 0.3)]}
+    assert charts([run, a_run("b")], "step")[2]["series"]["a"] == [(4, 0.2), (8, 0.2)]
+    assert (run.summary["held_out_loss"], run.summary["agreement"]) == (2.0, [0.5, 0.7])
+    assert "<td>2.0000</td>" in runs_page([run])
+    assert "<td>0.60</td>" in runs_page([run])
+    assert "held-out loss" not in runs_page([a_run()])  # no column of nothing
 
 
 def test_a_row_cut_short_is_left_out_and_named(copy, tmp_path, capfd):
@@ -170,7 +181,7 @@ def test_names_of_folders_are_text_everywhere(copy, tmp_path, capfd):
     for part in ("<title>depthgate view: {}</title>", "<h1>depthgate view: {}</h1>"):
         assert part.format(title) in page
     for name in shown:
-        assert f'<span class="name">{name}</span>' in page
+        assert f'<th scope="row">{name}</th>' in page
     drawn = [json.loads(unescape(chart)) for chart in re.findall(r'data-chart="(.*?)"', page)]
     assert {unescape(name) for name in shown} < {series["name"] for chart in drawn for series in chart["series"]}
     for absent in ("\u202e", "\x01", "<b>"):
@@ -220,7 +231,7 @@ def test_a_page_of_long_runs_stays_small_and_hostile_names_are_text():
     evil = "</title><script>alert(1)</script>"
     page = runs_page([a_run(evil, 4_800), a_run("b", 2_000), a_run("c", 10)])
     assert len(page.encode()) < 1_000_000
-    assert page.count("<script") == 2  # ours: uPlot, and what calls it
+    assert page.count("<script") == 3  # ours: the page's own, uPlot, and what calls it
     assert "Each point is the mean of 20 steps." in page
 
 

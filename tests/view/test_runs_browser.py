@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from depthgate.view import page as pages
 from depthgate.view.figures import runs_figure
 from depthgate.view.runs import read_runs, runs_page, write_report
 from tests.train.tiny import rows
@@ -75,7 +76,8 @@ def test_a_run_has_one_colour_in_all_charts(browser, tmp_path):
     assert found[1][0].startswith("mod ")
     picture = runs_figure([dense, mod])
     share = picture.axes[2]
-    assert [line.get_color() for line in share.lines] == ["C1"]
+    assert [line.get_color() for line in share.lines] == [pages.colour("mod")]
+    assert [line.get_color() for line in picture.axes[0].lines] == [pages.colour("dense"), pages.colour("mod")]
     assert share.get_ylim()[1] > max(share.lines[0].get_ydata())  # not on the border
     assert [axes.get_legend() for axes in picture.axes] == [None] * 4  # below the charts, not over them
     assert [text.get_text().strip() for text in picture.legends[0].get_texts()] == ["dense", "mod"]
@@ -86,7 +88,30 @@ def test_it_fits_any_window(browser, page, width):
     browser.open(page, width, dark=width == 390)
     browser.assert_fits()
     browser.assert_alone()
-    assert browser.box("thead")["height"] < (75 if width == 390 else 100)  # two lines of headings, or three
+    table = "document.querySelector('table')"
+    assert browser.js(f"{table}.scrollWidth <= {table}.parentElement.clientWidth")  # no column is cut off
+    assert width == 390 or browser.box("thead")["height"] < 100  # three lines of headings
+
+
+def test_lines_are_smoothed_axes_are_logarithmic_and_the_first_steps_left_out(browser, tmp_path):
+    run = a_run(steps=200)
+    for n, row in enumerate(run.rows):
+        row["loss"] = 9.0 if n < 5 else 3.0 + n % 2
+    (tmp_path / "page.html").write_text(runs_page([run]))
+    browser.open(tmp_path / "page.html")
+    of = "document.querySelector('.chart').chart"
+    assert 4 < browser.js(f"{of}.scales.y.max") < 5
+    browser.click("#first-steps")
+    assert browser.js(f"{of}.scales.y.max") > 9
+    browser.js("(e => { e.value = 0.9; e.dispatchEvent(new Event('input')); })(document.getElementById('smooth'))")
+    end = browser.js(f"{of}.data[1].slice(-2)")
+    assert end == pytest.approx([3.5, 3.5], abs=0.06)  # a running mean
+    for box, scale in (("log-x", "x"), ("log-y", "y")):
+        assert browser.js(f"{of}.scales.{scale}.distr") == 1
+        browser.click(f"#{box}")
+        assert browser.js(f"{of}.scales.{scale}.distr") == 3
+    assert browser.js("document.querySelectorAll('.by[data-axis=step] .chart')[2].chart.scales.y.distr") == 1
+    browser.assert_alone()
 
 
 def test_a_hostile_name_runs_nothing(browser, run, tmp_path):
@@ -95,7 +120,7 @@ def test_a_hostile_name_runs_nothing(browser, run, tmp_path):
     (tmp_path / "page.html").write_text(runs_page([type(found)(evil, found.rows)]))
     browser.open(tmp_path / "page.html")
     assert browser.js("document.title") == f"depthgate view: {evil}"
-    assert browser.js("[document.images.length, document.scripts.length]") == [0, 2]  # uPlot, and what calls it
+    assert browser.js("[document.images.length, document.scripts.length]") == [0, 3]  # ours, uPlot, what calls it
     browser.assert_alone()
 
 

@@ -1,13 +1,14 @@
 """`depthgate demo`: a study of three models of equal training FLOPs (dense, MoD and MoDE), with samples."""
 
 import os
+from contextlib import suppress
 from itertools import count
 
 from depthgate.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.isoflop.config import IsoflopConfig, command
-from depthgate.isoflop.report import write
+from depthgate.isoflop.report import BEST, best_cells, write
 from depthgate.isoflop.study import Study
 from depthgate.presets import train_config
 from depthgate.view import page as pages
@@ -15,7 +16,7 @@ from depthgate.view.page import Html
 
 MODELS = DENSE, MOD, MODE = "tiny-dense", "tiny-mod", "tiny-mode"
 TOLERANCE = 0.01  # largest difference of two runs' FLOPs
-SAMPLED = 300  # tokens of each sample, at most
+SAMPLED = 192  # tokens of the sample, at most; with what it goes on from, one window
 TITLE = "depthgate demo: dense, Mixture-of-Depths and MoDE at equal training FLOPs"
 
 
@@ -25,6 +26,9 @@ def run(config: DemoConfig, as_json: bool) -> None:
     with study.opened():
         study.run()
         if len(study.rows) == len(MODELS):
+            with suppress(OSError, StopIteration):  # where there are links, `best` is one to the best run
+                (study.out / BEST).unlink(missing_ok=True)
+                (study.out / BEST).symlink_to(next(iter(best_cells(study).values()))["folder"].relative_to(study.out))
             write(study, as_json, TITLE, _introduction(study))
     study.check_failed()
 

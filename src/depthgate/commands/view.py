@@ -16,7 +16,7 @@ from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, open_model, text_of
 from depthgate.view.figures import figure_bytes, plans_figure, runs_figure
 from depthgate.view.page import Html, count, fill, isolated, join, note, short
-from depthgate.view.routes import SHARES, held_out_tokens, read
+from depthgate.view.routes import SHARES, Image, held_out_tokens, read
 from depthgate.view.routes_page import text_page
 from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
 
@@ -37,7 +37,7 @@ def run(config: ViewConfig, as_json: bool) -> None:
         make_page, draw, told = _model(config, config.model)
     else:
         runs = read_runs(config.runs)
-        make_page, draw = partial(runs_page, runs), partial(runs_figure, runs)
+        make_page, draw = partial(runs_page, runs, title=config.title), partial(runs_figure, runs, config.title)
         told = {"runs": [run.summary for run in runs]}
     for kind, out in (("png", config.png), ("svg", config.svg)):
         if out is not None:
@@ -82,7 +82,8 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
         **{share: [layer.shares[share] for layer in found.layers] for share in SHARES},
         "experts": [{"layer": e.name, "load": e.load, "null_share": e.bars.get("null", 0.0)} for e in found.experts],
     }
-    return partial(text_page, f"depthgate view: {name}", join(about), found), partial(plans_figure, found, None), told
+    make_page = partial(text_page, config.title or f"depthgate view: {name}", join(about), found)
+    return make_page, partial(plans_figure, found, Image(), config.title), told
 
 
 def _text(path: str, most: int) -> tuple[str, int]:

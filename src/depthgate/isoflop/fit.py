@@ -63,7 +63,7 @@ class Curve:
         without = int(self.fits[1:, 0].isnan().sum())
         self.no_interval = ""  # why there are no intervals, if there are none
         if freedom < _FREEDOM:
-            self.no_interval = f"too few cells at {self.budget:g} FLOPs, train more sizes or seeds"
+            self.no_interval = "too few cells to tell"
         elif without > (1 - _ENOUGH) * DRAWS:
             self.no_interval = f"{without:,} of {DRAWS:,} curves drawn around that of {self.variant} have no minimum"
 

@@ -26,49 +26,32 @@ from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import load, text_of
 from depthgate.model import Decoder
 from depthgate.view import page as pages
-from depthgate.view.figures import figure_bytes, new_figure
-from depthgate.view.page import Html, line_chart, routed_text, visible
+from depthgate.view.figures import figure_bytes, study_figure
+from depthgate.view.page import Html, kind_of, line_chart, routed_text
 from depthgate.view.routes import held_out_tokens, read
 from depthgate.view.runs import curve as metric_curve
 from depthgate.view.runs import read_runs
 
 TITLE = "depthgate isoflop: models at equal training FLOPs"
+BEST = "best"  # a link in the demo's folder
 _LOSS = "causal loss, nats per token"
 # Columns of the tables: heading -> name in a row.
 _SHAPE = {
-    "variant": "variant",
-    "budget": "budget",
-    "layers": "layers",
-    "width": "dim",
-    "parameters": "params",
-    "FLOPs per token": "flops_per_token",
-    "tokens": "tokens",
-    "steps": "steps",
-    "lr": "lr",
+    **{"variant": "variant", "budget": "budget", "layers": "layers", "width": "dim", "parameters": "params"},
+    **{"FLOPs per token": "flops_per_token", "tokens": "tokens", "steps": "steps", "lr": "lr"},
 }
 _CELL = {
-    **_SHAPE,
-    "seed": "seed",
-    "causal loss": "loss_causal",
-    "top-k loss": "loss",
-    "bits per byte": "bits_per_byte",
-    "FLOPs": "flops",
-    "routed": "routed_share",
-    "seconds": "seconds",
+    **{"variant": "variant", "budget": "budget", "causal loss": "loss_causal", "top-k loss": "loss"},
+    **{"bits per byte": "bits_per_byte", "routed": "routed_share", "layers": "layers", "width": "dim"},
+    **{"parameters": "params", "tokens": "tokens", "lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _BEST = {
-    "variant": "variant",
-    "budget": "budget",
-    "best loss": "loss",
-    "its interval": "loss_interval",
-    "best size": "lowest",
-    "parameters": "params",
-    "their interval": "params_interval",
-    "forward FLOPs per token": "forward_flops_per_token",
-    "open because": "open_because",
+    **{"variant": "variant", "budget": "budget", "best loss": "loss", "95% interval": "loss_interval"},
+    **{"best size, parameters": "params", "interval of the size": "params_interval"},
+    **{"its forward FLOPs per token": "forward_flops_per_token", "open because": "open_because"},
 }
 _SHOWN = 768  # tokens of the coloured text
-_PROMPT, _TEMPERATURE = 16, 0.8  # tokens of a held-out text that samples continue
+_PROMPT, _TEMPERATURE = 64, 0.7  # tokens of a held-out text that a sample continues
 
 
 def short_flops(number: float) -> str:
@@ -84,11 +67,13 @@ def _shown(value: Any) -> str:
         return " to ".join(map(_shown, value))
     if value is None or isinstance(value, str):
         return value or "-"
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}".replace("e+", "e")
+    whole = isinstance(value, int) or 1e3 <= value < 1e9
+    return f"{value:,.0f}" if whole else f"{value:.5g}".replace("e+", "e")
 
 
 def _table(rows: Sequence[Row], columns: Mapping[str, str], turned: bool = False) -> tuple[list[str], list[list[str]]]:
     """Headings and lines; `turned`, a column for each row."""
+    columns = {head: name for head, name in columns.items() if not turned or name != "budget"}
     lines = [list(columns), *([_shown(row[name]) for name in columns.values()] for row in rows)]
     first, *others = [list(line) for line in zip(*lines, strict=True)] if turned else lines
     return ["", *first[1:]] if turned else first, others
@@ -132,18 +117,20 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     found, best = verdicts(curves), [_summary(curve) for curve in curves]
     checks = calibrations(rows)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
-    verdict = [*map(in_words, found), *map(resolution, checks)] or [no_verdict(curves)]
-    sentences = compared(curves) if one_size else verdict
+    ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
+    verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
+    sentences = compared(curves) if one_size else [*verdict, *advice(curves, rows)]
     names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
     writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    strong = [Html(f"<p><strong>{pages.html(sentence)}</strong></p>") for sentence in sentences]
+    said = pages.join([pages.paragraph(sentence) for sentence in sentences])
     table = _table(rows, _CELL, turned=one_size)
-    cells = pages.table(*table, pages.fill("study_cells"))
-    sections: dict[str, object] = {"": pages.join([*([lead] if lead else []), *strong])}
-    sections |= {"Results": cells} if one_size else _fitted(curves, best)
-    sections |= _trained(study) | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
+    cells, trained = pages.table(*table, pages.fill("study_cells")), _trained(study)
+    sections: dict[str, object] = {"": pages.join([Html(f'<div class="verdict">{said}</div>'), lead or ""])}
+    training = trained.pop("training", "")
+    sections |= {"Results": pages.row([cells, training])} if one_size else _fitted(curves, best, training)
+    sections |= trained | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
     replace(out / "results.csv", results.getvalue())
     replace(out / "report.html", pages.page(title, sections))
     pictures = [] if one_size else _pictures(out, curves)
@@ -161,13 +148,13 @@ def compared(curves: Sequence[Curve]) -> list[str]:
     found = []
     for budget in sorted({curve.budget for curve in curves}):
         best, *others = sorted((c for c in curves if c.budget == budget), key=lambda c: c.loss)
-        losses = [f"{each.loss:.3f}" for each in others]
-        said = f"{best.variant} has the lowest causal loss: {best.loss:.3f}"
-        if losses and losses[0] == f"{best.loss:.3f}":
-            said = f"{best.variant} and {others[0].variant} have the same causal loss: {losses[0]}"
+        losses = [f"{each.loss:.3f} ({each.variant})" for each in others]
+        said = f"{best.variant} has the lowest causal loss: {best.loss:.3f} nats per token"
+        if others and f"{others[0].loss:.3f}" == f"{best.loss:.3f}":
+            said = f"{best.variant} and {others[0].variant} have the same causal loss: {best.loss:.3f} nats per token"
         elif losses:
-            said += f" against {' and '.join(losses)}"
-        found.append(f"At {short_flops(budget)} FLOPs {said} nats per token.")
+            said += f", against {' and '.join(losses)}"
+        found.append(f"At {short_flops(budget)} training FLOPs {said}.")
     return found
 
 
@@ -205,6 +192,18 @@ def resolution(check: Verdict) -> str:
     return f"{said}: the study tells differences from about {(high - low) / 2:.2%} on."
 
 
+def advice(curves: Sequence[Curve], rows: Sequence[Row]) -> list[str]:
+    """What to do about minima that are not bracketed and missing intervals, and which cells' routers take no token."""
+    short = any(len(curve.costs) < 3 for curve in curves)
+    options = ["--sizes 3"] * short + ["--more_sizes 2"] * (not short and not all(curve.bracketed for curve in curves))
+    options += ["--seeds_at_minimum 3"] * any(curve.no_interval for curve in curves)
+    again = f"give the same command again with --extend true {' '.join(options)}; finished cells are kept."
+    found = Counter(row["variant"] for row in rows if row["routed_share"] and max(row["routed_share"]) < 0.001)
+    what = "the causal rule routes nobody: a model of the other layers alone, whose loss says nothing of routing"
+    said = [f"In {pages.count(many, 'cell')} of {variant} {what}." for variant, many in found.items()]
+    return [*[f"To mend what is missing, {again}"] * bool(options), *said]
+
+
 def no_verdict(curves: Sequence[Curve]) -> str:
     dense = baseline({curve.variant for curve in curves})
     return f"No verdict: {'there is only dense' if dense else 'there is no dense to compare with'}."
@@ -233,29 +232,32 @@ def _summary(curve: Curve) -> Row:
     return found if curve.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
 
 
-def _fitted(curves: Sequence[Curve], best: Sequence[Row]) -> dict[str, object]:
+def _fitted(curves: Sequence[Curve], best: Sequence[Row], training: object = "") -> dict[str, object]:
     """The sections with fitted curves."""
+    charts: list[object] = [_chart(budget, curves) for budget in sorted({c.budget for c in curves})]
+    names = dict.fromkeys(curve.variant for curve in curves)
+    known = {name: [c for c in curves if c.variant == name and c.bracketed] for name in names}
+    lines = {name: [(c.budget, c.loss) for c in of] for name, of in known.items()}
+    if any(len(line) > 1 for line in lines.values()):
+        which = "The lowest point of each fitted curve that is bracketed on both sides, with its interval of 95%."
+        minima = {f"{n}, best": [(c.budget, c.loss, None, c.loss_interval) for c in of] for n, of in known.items()}
+        look: Any = {"kinds": [*map(kind_of, names)], "marks": minima, "axis": "log_x"}
+        charts.append(line_chart("Best loss", which, lines, "training FLOPs", _LOSS, **look))
     about = pages.fill("study_best", cells=pages.fill("study_cells"))
-    sections: dict[str, object] = {
-        "Loss against parameters": pages.row([_chart(b, curves) for b in sorted({c.budget for c in curves})]),
+    return {
+        "Loss against parameters and FLOPs": pages.row([*charts, training]),
         "The best of each variant": pages.table(*_table(best, _BEST), about),
     }
-    names = dict.fromkeys(curve.variant for curve in curves)
-    lines = {name: [(c.budget / 1e12, c.loss) for c in curves if c.variant == name and c.bracketed] for name in names}
-    if any(len(line) > 1 for line in lines.values()):
-        which = "The lowest point of each fitted curve that is bracketed on both sides."
-        marks = {f"{name}, minima": line for name, line in lines.items()}
-        chart = line_chart("Best loss", which, lines, "training TFLOPs", _LOSS, log_x=True, marks=marks)
-        sections["The best loss against the budget"] = chart
-    return sections
 
 
 def _chart(budget: float, curves: Sequence[Curve]) -> Html:
     mine = [curve for curve in curves if curve.budget == budget]
-    lines = {c.variant: [(size / 1e6, loss) for size, loss in c.line()] for c in mine}
-    marks = {f"{c.variant}, cells": [(size / 1e6, loss) for size, loss in c.points] for c in mine}
-    about, title = "Lines: the fitted parabolas. Marks: one for each cell.", f"{short_flops(budget)} FLOPs"
-    return line_chart(title, about, lines, "million parameters", _LOSS, log_x=True, marks=marks)
+    lines, marks = {c.variant: c.line() for c in mine}, {f"{c.variant}, cells": c.points for c in mine}
+    sure = [(c.params, c.loss, c.params_interval, c.loss_interval) for c in mine]
+    minima = {f"{c.variant}, best": [at] if c.bracketed else [] for c, at in zip(mine, sure, strict=True)}
+    about = "Lines: the fitted parabolas. Dots: one for each cell. Rings: the minima, with intervals of 95%."
+    look: Any = {"kinds": [kind_of(c.variant) for c in mine], "marks": marks | minima, "axis": "log_x"}
+    return line_chart(f"{short_flops(budget)} FLOPs", about, lines, "parameters", _LOSS, **look)
 
 
 def _making(study: Study) -> Html:
@@ -266,85 +268,68 @@ def _making(study: Study) -> Html:
     return pages.fill("study_made", **parts, training=study.cells[0].training)
 
 
-def _trained(study: Study) -> dict[str, object]:
-    """The sections that need the runs of cells: training curves, a routed text and samples of the best cell of each
-    variant at the largest budget. Without their folders, there are none."""
+def best_cells(study: Study) -> dict[str, Row]:
+    """The best cell of each variant at the largest budget whose run is there, the best of all first."""
     best: dict[str, Row] = {}
     for row in sorted(study.rows, key=lambda row: (-row["budget"], row["loss_causal"])):
         folder = study.out / CELLS / row["cell"]
         if (folder / f"step-{row['steps']}").is_dir():
             best.setdefault(row["variant"], {**row, "folder": folder})
-    routed = next((row for row in best.values() if row["routed_share"]), None)
-    sections: dict[str, object] = {}
+    return best
+
+
+def _trained(study: Study) -> dict[str, object]:
+    """The sections that need the runs of cells: training curves, and what the best model wrote and computed. Without
+    their folders, there are none."""
+    best, sections = best_cells(study), dict[str, object]()
+    routed = next((row for name, row in best.items() if kind_of(name) != "dense"), None)
     try:
         if best:
-            sections["Loss against training FLOPs"] = _training_chart(best)
-        if routed:
-            sections["What the best routed model computed"] = _routed(routed)
+            sections["training"] = _training_chart(best)
         if study.config.samples and best:
-            sections["Samples"] = _samples(study, best)
+            sections["What the best model wrote"] = _text(study, next(iter(best.values())), wrote=True)
+        if routed:
+            sections["What the best routed model computed"] = _text(study, routed, wrote=False)
     except (DepthgateError, OSError):
         pass  # damaged checkpoints: the figures are what matters
     return sections
 
 
 def _training_chart(best: Mapping[str, Row]) -> Html:
-    lines, marks, steps = {}, {}, 1
+    lines, marks, steps = dict[str, Any](), dict[str, Any](), 1
     for name, row in best.items():
         points, steps = metric_curve(read_runs([row["folder"]])[0], "flops", "loss", 60)
-        lines[f"{name}, training"] = [(flops / 1e12, loss) for flops, loss in points]
-        marks[f"{name}, held out, causal"] = [(flops / 1e12, loss) for flops, loss in row.get("held_out", [])]
-    about = pages.fill("study_curves", steps=steps)
-    return line_chart("The best cell of each variant", about, lines, "training TFLOPs", "nats per token", marks=marks)
+        lines[f"{name}, training"], marks[f"{name}, held out, causal"] = points, row.get("held_out", [])
+    about, axes = pages.fill("study_curves", steps=steps), ("training FLOPs", "nats per token")
+    look: Any = {"kinds": [*map(kind_of, best)], "marks": marks, "axis": "loss"}
+    return line_chart("The best cell of each variant", about, lines, *axes, **look)
 
 
-def _routed(row: Row) -> Html:
-    """The beginning of a held-out document, each token coloured by the routed layers that computed it."""
-    model = load(row["folder"])
-    found = read(model, held_out_tokens(text_of(row["folder"], model.tokenizer), _SHOWN))
-    text = routed_text(found.tokens, found.through, len(found.layers), "routed layer")
-    routed = ", ".join(map(str, found.names))
-    return pages.fill("study_routed", budget=short_flops(row["budget"]), routed=routed, text=text, cell=row)
-
-
-def _samples(study: Study, best: Mapping[str, Row]) -> Html:
-    most, seed, shown = study.config.samples, study.config.seed, []
-    for name, row in best.items():
-        model = load(row["folder"])
-        prompt = held_out_tokens(text_of(row["folder"], model.tokenizer), _SHOWN)[:_PROMPT]
-        found = generate(model, [prompt], max_new_tokens=most, temperature=_TEMPERATURE, seed=seed)[0]
-        text = visible(model.tokenizer.decode([*prompt, *found.tokens]), kept=" \n")
-        shown.append(pages.fill("study_sample", variant=name, text=text))
-    how = {"prompt": _PROMPT, "most": most, "temperature": _TEMPERATURE, "seed": seed}
-    return pages.fill("study_samples", samples=pages.row(shown), **how)
+def _text(study: Study, row: Row, wrote: bool) -> Html:
+    """The beginning of a held-out document, or a text that the model wrote, coloured by what computed each token: its
+    routed layers, or else experts."""
+    model, most, given = load(row["folder"]), study.config.samples, 0
+    ids = held_out_tokens(text_of(row["folder"], model.tokenizer), _SHOWN)
+    if wrote:
+        ids, given = ids[:_PROMPT], len(ids[:_PROMPT])
+        ids += generate(model, [ids], max_new_tokens=most, temperature=_TEMPERATURE, seed=study.config.seed)[0].tokens
+    found = read(model, ids)
+    what, link = "expert" if found.experts and not found.layers else "routed layer", study.out / BEST
+    taken: Any = found.taken if what == "expert" else found.through
+    deepest = max(map(len, taken)) if what == "expert" else len(found.layers)
+    text = routed_text(found.tokens, taken, max(1, deepest), what, given)
+    said = {"what": f"{what}s", "budget": short_flops(row["budget"]), "temperature": _TEMPERATURE, "text": text}
+    said |= {"folder": link if link.exists() else row["folder"], "given": given, "most": most}
+    return pages.fill("study_wrote" if wrote else "study_routed", cell=row, **said)
 
 
 def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
-    """Draw the curves for papers: a panel for each budget, cells as marks, parabolas as lines, minima as crosses."""
-    budgets, names = sorted({c.budget for c in curves}), list(dict.fromkeys(c.variant for c in curves))
+    """Draw the curves for papers."""
     try:
-        figure = new_figure(4.6 * len(budgets), 3.6)
+        figure = study_figure(curves, _LOSS, short_flops)
     except DepthgateError as error:
         print(f"no pictures for papers: {error}", file=sys.stderr)
         return []
-    from matplotlib import ticker
-
-    panels = figure.subplots(1, len(budgets), squeeze=False)[0]
-    for curve in curves:
-        axes, number = panels[budgets.index(curve.budget)], names.index(curve.variant)
-        look: dict[str, Any] = {"color": f"C{number}"}
-        axes.plot(*zip(*curve.points, strict=True), "osD^vP*X"[number % 8], ms=5, label=curve.variant, **look)
-        if line := curve.line():
-            axes.plot(*zip(*line, strict=True), "-", lw=1.4, **look)
-        if curve.bracketed:
-            axes.plot([curve.params], [curve.loss], "x", ms=9, mew=2, **look)
-    for axes, budget in zip(panels, budgets, strict=True):
-        axes.set(xscale="log", xlabel="parameters", title=f"{short_flops(budget)} training FLOPs")
-        axes.xaxis.set(major_locator=ticker.LogLocator(subs=(1.0, 2.0, 5.0)), major_formatter=ticker.EngFormatter())
-        axes.xaxis.set(minor_formatter=ticker.NullFormatter())  # major ones are 20 k, 50 k, 100 k ...
-        axes.grid(alpha=0.3)
-    panels[0].set_ylabel(_LOSS)
-    panels[0].legend(frameon=False)
     for kind in ("png", "svg"):
         replace(out / f"curves.{kind}", figure_bytes(figure, kind))
     return ["curves.png", "curves.svg"]

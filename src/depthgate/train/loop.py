@@ -9,10 +9,12 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from depthgate.checkpoint import store as checkpoint
 from depthgate.config import RunConfig, TrainConfig
 from depthgate.data.batches import Packed, Rows, batches
-from depthgate.data.token_file import prepare, told
+from depthgate.data.token_file import Documents, prepare, told
 from depthgate.data.tokenizer import folder_hash, tokenizer_by_name
 from depthgate.device import World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
@@ -33,8 +35,9 @@ from depthgate.train import optim, run_folder
 from depthgate.train.optim import ALONE, Optimizers
 from depthgate.train.parallel import build_decoder, joined, like
 from depthgate.train.run_folder import Record, Row, recording, stop_signals
-from depthgate.train.step import Figures, Step, Task
+from depthgate.train.step import Figures, Step, Task, precision
 
+GLANCE = 2**13  # tokens of held-out text that a run looks at, about
 _REMEDY = "The last checkpoint is intact: lower --lr, or look at the data"
 
 
@@ -55,7 +58,21 @@ def train(config: TrainConfig, resume: bool) -> int:
         packed = Packed(shards.train, config.model.context, config.seed, config.max_documents)
         task = Pretraining(replace(config, max_documents=_documents(packed)), world)
         optimizers = optim.build(task.model, config, world)
-        return Loop(config, task, optimizers, packed, world, tokenizer=folder_hash(saved)).run(resume)
+        loop = Loop(config, task, optimizers, packed, world, tokenizer=folder_hash(saved))
+        seen = {"tokenizer": tokenizer, "context": config.model.context, "kinds": config.model.kinds}
+        seen |= {"loss": task.model.loss, "device": world.device}
+        loop.look = partial(glance, SimpleNamespace(**seen), shards.validation, config)
+        return loop.run(resume)
+
+
+def glance(model: Any, documents: Documents, config: TrainConfig) -> Row:
+    """Figures of some held-out text, for the page of a run. Every process must ask, and reads the same text."""
+    from depthgate.train.evaluate import measure
+
+    with torch.compiler.set_stance("force_eager"), precision(config, model.device), suppress(DepthgateError):
+        of = measure(model, documents, max(1, config.batch // config.accumulate), GLANCE)
+        return {"held_out_loss": of["nats_per_token"], "causal_share": of["routed_share"], "agreement": of["agreement"]}
+    return {}  # it holds no text, or the loss is not finite
 
 
 def _documents(packed: Packed) -> int:
@@ -121,6 +138,9 @@ class Loop:
         self.clock = 0.0
         self.peak = matmul_rate(world.device, getattr(torch, config.dtype)) * world.size
         self.restored: int | None = None  # the step that a resumed run went on from
+        self.look: Callable[[], Row] | None = None  # figures of held-out text, for some of the rows
+        # About ten times, and on an eighth of the tokens that are trained on at most.
+        self.look_every = max(-(-config.steps // 10), 8 * GLANCE // (config.batch * packed.context))
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
         self.state |= {"data": packed.documents.fingerprint(), **hashes}
 
@@ -148,11 +168,14 @@ class Loop:
         self.clock = time.perf_counter()
         while state["step"] < config.steps and not world.any(bool(stopped)):
             under_way.append(self._start(next(stream)))
-            due = state["step"] % config.checkpoint_every == 0
-            while len(under_way) > (0 if due else late):
-                record(self._end(*under_way.popleft()))
+            step, every = state["step"], self.look_every
+            due, looks = step % config.checkpoint_every == 0, step % every == 0 or every <= step == config.steps
+            while len(under_way) > (0 if due or looks else late):
+                row = self._end(*under_way.popleft())
+                record(row | self.look() if self.look and looks and not under_way else row)
             if due:
                 saved = self._save()
+            if due or looks:
                 self.clock = time.perf_counter()
         for started in under_way:
             record(self._end(*started))

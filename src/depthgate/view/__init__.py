@@ -17,18 +17,21 @@ def plot(
     prefix: int = 0,
     causal_rule: bool = False,
     names: Sequence[str] | None = None,
+    image: Any = None,
+    title: str = "",
 ) -> Any:
     """A matplotlib figure of what a pass computed for one row of the batch: which tokens went through which layers, the
     load of experts, the slots of Soft MoE.
 
     tokens: their texts. grid: rows and columns, where tokens are patches of an image, with a `prefix` of so many other
-    tokens (class and registers) before them. causal_rule: also show what the causal rule would choose, next to the
-    top k. names: of the layers; numbers from 0 unless given.
+    tokens (class and registers) before them, and the image itself as a tensor (3, height, width). causal_rule: also
+    show what the causal rule would choose, next to the top k. names: of the layers; numbers from 0 unless given.
     """
     from depthgate.view.figures import plans_figure
-    from depthgate.view.routes import plan_decisions
+    from depthgate.view.routes import image_of, plan_decisions
 
-    return plans_figure(plan_decisions(plans, tokens, grid, row, prefix, causal_rule, names), grid, prefix)
+    found = plan_decisions(plans, tokens, grid, row, prefix, causal_rule, names)
+    return plans_figure(found, image_of(grid, prefix, image), title)
 
 
 def save_page(
@@ -41,12 +44,13 @@ def save_page(
     prefix: int = 0,
     causal_rule: bool = False,
     names: Sequence[str] | None = None,
-    title: str = "depthgate: plans",
+    image: Any = None,
+    title: str = "What the layers did with one sample",
 ) -> None:
     """The same as one self-contained HTML page, with every number."""
     from depthgate.files import write
-    from depthgate.view.routes import plan_decisions
+    from depthgate.view.routes import image_of, plan_decisions
     from depthgate.view.routes_page import plans_page
 
     found = plan_decisions(plans, tokens, grid, row, prefix, causal_rule, names)
-    write(Path(path), plans_page(title, found, grid, prefix, tokens))
+    write(Path(path), plans_page(title, found, image_of(grid, prefix, image), tokens))

@@ -18,9 +18,14 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 Points = Sequence[tuple[float, float]]
+Kinds = Sequence[str]
+Lines = Mapping[str, Sequence[tuple[Any, ...]]]  # name -> points: x and y, and two intervals where they are minima
 
 _SIGNS = {chr(n): chr(0x2400 + n) for n in range(0x20)} | {" ": "·", "\n": "↵", "\t": "⇥"}  # first Unicode's own
 LARGEST = 1e100  # beyond it sums and differences of numbers may overflow
+# Kinds of models. Each has one colour on all pages and pictures, --NAME in style.css.
+KINDS = ("mode_staged", "mode", "moe", "soft", "random", "mod", "dense")
+_SHADES = (0.0, 0.5, -0.3)  # of one kind: as it is, nearer to the colour of text, nearer to that of the page
 
 
 class Html(str):
@@ -61,7 +66,9 @@ def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html
         style = join([_asset("vendor/uPlot.min.css"), style])
         licence, uplot = _asset("vendor/uPlot.LICENSE"), _asset("vendor/uPlot.iife.min.js")
         charts = fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))
-    return fill("page", title=title, reload=reload, style=style, body=body, charts=charts)
+    if 'canvas class="small"' in body:
+        charts = join([charts, script("small_maps.js")])
+    return fill("page", title=title, reload=reload, style=style, body=body, script=script("page.js"), charts=charts)
 
 
 @cache
@@ -92,57 +99,73 @@ def data(name: str, value: object) -> Html:
 
 
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: str) -> Html:
-    """A table whose first column names its rows. A window narrower than the table scrolls it."""
+    """A table whose first column names its rows. In a narrow window the rows of one with many columns stand below each
+    other, each cell with its heading."""
     head = "".join(f'<th scope="col">{html(header)}</th>' for header in headers)
     lines = [
         f'<tr><th scope="row">{html(first)}</th>{"".join(f"<td>{html(cell)}</td>" for cell in rest)}</tr>'
         for first, *rest in rows
     ]
-    return fill("table", head=Html(head), body=Html("\n".join(lines)), caption=caption)
+    body, kind = Html("\n".join(lines)), "cards" * (len(headers) > 4)
+    return fill("table", head=Html(head), body=body, caption=caption, kind=kind)
+
+
+def kind_of(text: str) -> str:
+    """The kind of a model, by its name or by the pattern of its layers; dense where there is no other word in it."""
+    words = {*re.split("[^a-z_]+", text)}
+    return next((kind for kind in KINDS if kind in words), "dense")
+
+
+def looks(kinds: Sequence[str]) -> list[tuple[str, float]]:
+    """The colour of each series and its shade, which tells those of one kind apart."""
+    return [(kind, _SHADES[kinds[:n].count(kind) % 3]) for n, kind in enumerate(kinds)]
+
+
+def colour(name: str, shade: float = 0.0) -> str:
+    """A colour of light pages, for pictures: see `looks`."""
+    known = dict(re.findall(r"--(\w+): #(\w{6})", _asset("style.css").partition("@media")[0]))
+    other = known["text" if shade > 0 else "page"]
+    pairs = ((int(each[i : i + 2], 16) for each in (known[name], other)) for i in (0, 2, 4))
+    return "#" + "".join(f"{round(a + abs(shade) * (b - a)):02x}" for a, b in pairs)
 
 
 def line_chart(
-    title: str,
-    about: str,
-    series: Mapping[str, Points],
-    x: str,
-    y: str,
-    *,
-    log_x: bool = False,
-    marks: Mapping[str, Points] | None = None,
-    from_zero: bool = False,
+    title: str, about: str, series: Lines, x: str, y: str, axis: str = "", kinds: Kinds = (), marks: Lines | None = None
 ) -> Html:
-    """One line for each series (name -> points). `marks` are single points: those of their first series in the colour
-    of the first line, and so on. A series without points is not drawn, and keeps its colour from others. A value that
-    is not finite leaves a gap. `from_zero` has 0 on the upright axis."""
-    drawn = [_series("line", *each, log_x) for each in enumerate(series.items())]
-    drawn += [_series("mark", *each, log_x) for each in enumerate((marks or {}).items())]
-    known = [each for each in drawn if each["points"]]
-    return _chart(title, about, x=x, y=y, logX=log_x, fromZero=from_zero, series=known)
+    """One line for each series, in the colours of their `kinds`. `marks` are single points: those of their first series
+    in the colour of the first line, and so on, and once more from the first; with intervals (across, upright, or None)
+    they are rings. A series without points is not drawn, and keeps its colour from others. A value that is not finite
+    leaves a gap. The axis may be log_x, from_zero (upright), or loss, which leaves out the first steps of runs."""
+    found = looks(kinds or ["mod"] * max(1, len(series)))
+    drawn = [_series("line", found[n], n, *each, axis == "log_x") for n, each in enumerate(series.items())]
+    for n, each in enumerate((marks or {}).items()):
+        drawn.append(_series("mark", found[n % len(found)], n, *each, axis == "log_x"))
+    return chart(title, about, x=x, y=y, axis=axis, series=[each for each in drawn if each["points"]])
 
 
-def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, *, x: str = "", even: float = 0.0) -> Html:
-    """One bar for each name, or for each number at its place on the x axis; and a line at `even`, where all would end
-    if they were alike."""
-    names = [key for key in bars if isinstance(key, str)]
-    places = range(len(names)) if names else bars
-    points = [(float(place), value) for place, value in zip(places, bars.values(), strict=True)]
-    drawn = [_series("bar", 0, (y, points))]
-    if even:
-        drawn.append(_series("even", 1, ("all alike", [(place, even) for place, _ in points])))
-    return _chart(title, about, x=x, y=y, names=names, fromZero=True, series=drawn)
+def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, **more: Any) -> Html:
+    """One bar for each name, or for each number at its place on the x axis. More: x, its name; kind; even, where all
+    would end if they were alike."""
+    names, look = [key for key in bars if isinstance(key, str)], (more.get("kind", "mod"), 0.0)
+    places = [float(place) for place in (range(len(names)) if names else bars)]
+    drawn = [_series("bar", look, 0, y, list(zip(places, bars.values(), strict=True)))]
+    if even := more.get("even"):
+        drawn.append(_series("even", ("text", 0.0), 1, "all alike", [(place, even) for place in places]))
+    return chart(title, about, x=more.get("x", ""), y=y, names=names, axis="from_zero", series=drawn)
 
 
-def _series(kind: str, colour: int, named: tuple[str, Points], log_x: bool = False) -> dict[str, Any]:
-    name, points = named
+def _series(
+    kind: str, look: tuple[str, float], dash: int, name: str, points: Any, log_x: bool = False
+) -> dict[str, Any]:
     low = 1 / LARGEST if log_x else -LARGEST
-    known = sorted((x, n, y if abs(y) < LARGEST else None) for n, (x, y) in enumerate(points) if low < x < LARGEST)
-    found = [(float(f"{x:.10g}"), None if y is None else float(f"{y:.6g}")) for x, _, y in known]
-    return {"kind": kind, "colour": colour, "name": isolated(name), "points": found}
+    known = sorted((x, n, y if abs(y) < LARGEST else None) for n, (x, y, *_) in enumerate(points) if low < x < LARGEST)
+    found = [(float(f"{x:.10g}"), None if y is None else float(f"{y:.6g}"), *points[n][2:]) for x, n, y in known]
+    shown = {"kind": kind, "colour": look[0], "shade": look[1], "dash": dash}
+    return {**shown, "name": isolated(name), "points": found}
 
 
-def _chart(title: str, about: str, **chart: Any) -> Html:
-    """A figure that charts.js fills when it is first seen."""
+def chart(title: str, about: str, **chart: Any) -> Html:
+    """A figure that charts.js fills when it is first seen; with scores=n, of the scores of the map's layer n."""
     text = json.dumps(chart, separators=(",", ":"), allow_nan=False)
     return fill("chart", title=title, about=about, chart=text)
 
@@ -215,24 +238,31 @@ def _characters(signs: str) -> Iterator[tuple[str, int]]:
             yield other, 1
 
 
-def routed_text(tokens: Sequence[str], through: Sequence[Sequence[int | str]], most: int, what: str) -> Html:
+def routed_text(
+    tokens: Sequence[str], through: Sequence[Sequence[int | str]], most: int, what: str, given: int = 0
+) -> Html:
     """The text, where token t went through[t], `most` at most: routed layers, or whatever `what` is. Depth of colour
-    and thickness of the line below both say how many; the legend counts them; hovering names them."""
+    and thickness of the line below both say how many; the legend counts them; pointing at a token, or a tap, names
+    them. The first tokens, `given` ones, are set off as those that a model went on from."""
     spans = [_span(t, *each, most, what) for t, each in enumerate(zip(pieces(tokens), through, strict=True))]
     keys = []
     for n, times in sorted(Counter(map(len, through)).items()):
         name = count(n, what) if n else f"no {what}"
         swatch = f'<span class="token" style="--share:{n / max(1, most):.3g}">&nbsp;abc&nbsp;</span>'
         keys.append(f"<li>{swatch} {name}: {times:,} of {count(len(tokens), 'token')}</li>")
-    return fill("text", text=Html("".join(spans)), keys=Html("".join(keys)))
+    start = f"<b>{''.join(spans[:given])}</b>" if given else ""
+    text, kind = Html(start + "".join(spans[given:])), what.split()[-1]
+    return fill("text", text=text, keys=Html("".join(keys)), kind=kind)
 
 
 def _span(number: int, piece: Piece, at: Sequence[int | str], most: int, what: str) -> str:
-    shown = "".join(f'<span class="sign">{html(sign)}</span>' if (sign := _sign(c)) else html(c) for c in piece.text)
+    signs = [f'<span class="sign">{html(sign)}</span>' if (sign := _sign(c)) else html(c) for c in piece.text]
+    lines = "".join(sign + "\n" * (c == "\n") for sign, c in zip(signs, piece.text, strict=True))
+    shown = lines.rstrip("\n")
     where = f"{what.split()[-1]}s {', '.join(map(str, at))}" if at else f"no {what}"
     style = f' style="--share:{len(at) / most:.3g}"' if at else ""
     name = ("token" if at else "skipped") + " part" * piece.part
     # Outside the span, so that a token that ends a line has no coloured rest on the next one.
-    end = "\n" * piece.text.count("\n")
+    end = lines[len(shown) :]
     title = f"{html(isolated(piece.label))}: {where}"
     return f'<span class="{name}" data-t="{number}"{style} title="{title}">{shown}</span>{end}'

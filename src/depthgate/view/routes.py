@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,15 @@ from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft, depth_plans
 
 SHARES = ("routed_share", "top_k_share", "decided_alike", "rule_accuracy")
 Grid = tuple[int, int]  # rows and columns of an image's patches
+_MOST_PIXELS = 160  # of a side of an image below maps
+
+
+class Image(NamedTuple):
+    """Where tokens lie that are patches of an image, after a `prefix` of other tokens; its pixels (H, W, 3), bytes."""
+
+    grid: Grid | None = None
+    prefix: int = 0
+    pixels: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -34,17 +43,20 @@ class RoutedLayer:
     rule: list[bool] = field(default_factory=list)  # the causal rule in that same pass: what it is trained to get right
     computed: str = "causal"  # the list that tells what the pass computed: causal or top_k
     compared: bool = True  # True if the other list tells what the other choice would be, and not the same
+    lowest: list[float] = field(default_factory=list)  # of each window, the lowest score that the top k took
 
-    def add(self, plan: Slots, row: int, kept: Sequence[bool], causal: Tensor, top_k: Tensor, rule: Tensor) -> None:
-        """Take in more tokens, of a row of the batch."""
+    def add(self, plan: Slots, best: Slots, row: int, kept: Sequence[bool], causal: Tensor, rule: Tensor) -> None:
+        """Take in more tokens, of a row of the batch; `best` is the plan by the top k."""
 
         def values(of: Tensor) -> Iterator[Any]:
             return compress(of[row, :, 0].tolist(), kept)
 
+        top_k = list(values(best.chosen))
+        self.lowest.extend([min(compress(values(best.scores), top_k))] if any(top_k) else [])
         self.scores.extend(values(plan.scores))
         self.gates.extend(values(torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.mT)))
         self.causal.extend(values(causal))
-        self.top_k.extend(values(top_k))
+        self.top_k.extend(top_k)
         self.rule.extend(values(rule))
 
     @property
@@ -130,7 +142,7 @@ class Decisions:
         self.tokens.extend(compress(tokens, kept))
         self.losses.extend(compress(losses, kept))
         for layer, plan, other in zip(self.layers, mine, best, strict=True):
-            layer.add(plan, row, kept, plan.chosen, other.chosen, other.causal_choice)
+            layer.add(plan, other, row, kept, plan.chosen, other.causal_choice)
 
     @property
     def compared(self) -> bool:
@@ -258,7 +270,7 @@ def plan_decisions(
     found.losses.extend([math.nan] * len(found.tokens))
     for layer, plan in zip(found.layers, routed.values(), strict=True):
         rule = plan.causal_choice if layer.compared else plan.chosen
-        layer.add(plan, row, kept, rule, plan.chosen, rule)
+        layer.add(plan, plan, row, kept, rule, rule)
     return found
 
 
@@ -288,6 +300,19 @@ def _each_once(names: Sequence[str]) -> list[str]:
     """Names in which those of layers that ran several times have the number of the call."""
     names, many = list(names), Counter(names)
     return [f"{name}, call {names[:i].count(name)}" if many[name] > 1 else name for i, name in enumerate(names)]
+
+
+def image_of(grid: Grid | None, prefix: int, image: Any) -> Image:
+    """Where tokens lie, and the image itself, a tensor (3 or 1, H, W): smaller, and its values stretched to bytes."""
+    if image is None:
+        return Image(grid, prefix)
+    found = torch.as_tensor(image).detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
+    if grid is None or found.dim() != 3 or found.shape[0] not in (1, 3) or not found.numel():
+        raise InvalidValueError(f"image has the shape {tuple(found.shape)}: give (3, height, width), and a grid")
+    low, high = found.aminmax()
+    size = [min(side, _MOST_PIXELS) for side in found.shape[1:]]
+    small = torch.nn.functional.interpolate(((found - low) / (high - low).clamp(min=1e-9))[None], size, mode="area")[0]
+    return Image(grid, prefix, (255 * small).round().to(torch.uint8).expand(3, -1, -1).movedim(0, -1))
 
 
 def check_grid(grid: Any, prefix: Any, tokens: int) -> None:

@@ -1,38 +1,51 @@
 """Pages of routing decisions: about a text that a model reads, or of plans alone."""
 
+import base64
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from statistics import fmean
-
-import torch
 
 import depthgate.view.page as pages
 from depthgate.view.page import Html, count, isolated, pieces, visible
-from depthgate.view.routes import SHARES, Decisions, ExpertLayer, Grid, SlotLayer
+from depthgate.view.routes import SHARES, Decisions, ExpertLayer, Image, SlotLayer
 
 _FORMS = 4  # tokens named for each expert
 _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
+_LITTLE = 0.1  # mean gate below which a layer hardly counts
 
 
 def text_page(title: str, about: object, found: Decisions) -> Html:
     """The page of a text: which tokens went deep, layer by layer, and which got more experts than others."""
-    by_depth = pages.routed_text(found.tokens, found.through, len(found.layers), "routed layer")
-    text, many = {"": about, "The text, by depth": by_depth}, {len(each) for each in found.taken}
+    text, many = {"": pages.join([about, *warnings(found)])}, {len(each) for each in found.taken}
+    if found.layers or len(many) < 2:
+        name = "The text, by depth"
+        text[name] = pages.routed_text(found.tokens, found.through, len(found.layers), "routed layer")
     if len(many) > 1:
         text["The text, by experts"] = pages.routed_text(found.tokens, found.taken, max(many), "expert")
-    if found.layers:
-        deep = {"Which tokens go deep": _deep(found)}
-    else:
-        deep = {"Routing": pages.paragraph("This model has no routed layers: every token goes through all of them.")}
-    return pages.page(title, text | _routing(found, None, 0, passes=2) | deep | _experts(found, found.tokens, None, 0))
+    deep = {"Which tokens go deep": _deep(found)} if found.layers else {"Routing": pages.fill("no_routing")}
+    return pages.page(title, text | _routing(found, Image(), passes=2) | deep | _experts(found, found.tokens, Image()))
 
 
-def plans_page(title: str, found: Decisions, grid: Grid | None, prefix: int, tokens: Sequence[str] | None) -> Html:
+def plans_page(title: str, found: Decisions, image: Image, tokens: Sequence[str] | None) -> Html:
     """A page of plans alone: a section for each kind that there is."""
     what = f": what the layers computed, as chosen by {_chosen_by(found)}" if found.layers else ""
-    sections = {"": pages.paragraph(f"One row of a batch{what}.")} | _routing(found, grid, prefix, passes=1)
-    return pages.page(title, sections | _experts(found, tokens, grid, prefix))
+    top = [pages.paragraph(f"One row of a batch{what}."), *warnings(found)]
+    if image.pixels is not None:
+        (high, wide, _), rgb = image.pixels.shape, base64.b64encode(bytes(image.pixels.flatten().tolist()))
+        top.append(pages.data("image", {"width": wide, "height": high, "rgb": rgb.decode()}))
+    return pages.page(title, {"": pages.join(top)} | _routing(found, image, passes=1) | _experts(found, tokens, image))
+
+
+def warnings(found: Decisions) -> list[Html]:
+    """What a reader should know of routers that take no token, and of layers whose results hardly count."""
+    kinds = {
+        "routes_nobody": [layer for layer in found.layers if not any(layer.routed)],
+        "little_gate": [layer for layer in found.layers if abs(_mean(compress(layer.gates, layer.routed))) < _LITTLE],
+    }
+    names = {template: ", ".join(isolated(str(layer.name)) for layer in of) for template, of in kinds.items()}
+    return [pages.note(pages.fill(template, layers=of, little=_LITTLE)) for template, of in names.items() if of]
 
 
 def _chosen_by(found: Decisions) -> str:
@@ -42,24 +55,22 @@ def _chosen_by(found: Decisions) -> str:
     return f"the causal rule in layer{'s' * (len(causal) > 1)} {', '.join(causal)}, and by the top k in the others"
 
 
-def _routing(found: Decisions, grid: Grid | None, prefix: int, passes: int) -> dict[str, Html]:
+def _routing(found: Decisions, image: Image, passes: int) -> dict[str, Html]:
     if not found.layers:
         return {}
-    patches = {} if grid is None else {"Patches": _patches(found, grid, prefix)}
-    return patches | {"The map": _map(found), "Layers": _layers(found, passes), "Router scores": _histograms(found)}
+    patches = {}
+    if image.grid is not None:  # a small image for each layer, of the gates of the patches that it computed
+        names = [f"layer {layer.name}, {layer.routed_share:.0%}" for layer in found.layers]
+        heading, gates = "The patches that each layer computed, by their gates", [layer.gates for layer in found.layers]
+        patches["Patches"] = _small_maps("patches", heading, gates, image, names, even=None)
+    drawn = [pages.chart(f"Layer {layer.name}", "", scores=n) for n, layer in enumerate(found.layers)]
+    scores = [pages.fill("about_scores"), pages.row(drawn)]
+    return patches | {"The map": _map(found), "Layers": _layers(found, passes), "Router scores": pages.join(scores)}
 
 
-def _experts(found: Decisions, tokens: Sequence[str] | None, grid: Grid | None, prefix: int) -> dict[str, Html]:
+def _experts(found: Decisions, tokens: Sequence[str] | None, image: Image) -> dict[str, Html]:
     sections = {"Experts": _expert_layers(found.experts, tokens)} if found.experts else {}
-    return sections | ({"Soft MoE": _slot_layers(found.slots, grid, prefix)} if found.slots else {})
-
-
-def _patches(found: Decisions, grid: Grid, prefix: int) -> Html:
-    """For each layer, a small image of the gates of the patches that it computed."""
-    gates = [layer.gates[prefix:] for layer in found.layers]
-    names = [f"layer {layer.name}, {layer.routed_share:.0%}" for layer in found.layers]
-    heading = "The patches that each layer computed, by their gates"
-    return pages.join([_small_maps("patches", heading, gates, grid, names, even=None), pages.script("small_maps.js")])
+    return sections | ({"Soft MoE": _slot_layers(found.slots, image)} if found.slots else {})
 
 
 def _map(found: Decisions) -> Html:
@@ -71,6 +82,7 @@ def _map(found: Decisions) -> Html:
         "layers": found.names,
         "scores": scores,
         "gates": gates,
+        "lowest": [None if math.isnan(lowest := _mean(layer.lowest)) else lowest for layer in layers],
         "computed": [layer.computed if layer.compared else "" for layer in layers],
         "causal": ["".join(str(int(on)) for on in layer.causal) for layer in layers],
         "top_k": ["".join(str(int(on)) for on in layer.top_k) for layer in layers],
@@ -79,7 +91,7 @@ def _map(found: Decisions) -> Html:
     parts = {"data": pages.data("routes", data), "script": pages.script("map.js")}
     key = pages.fill("map_compared" if found.compared else "map_computed")
     if found.compared and not all(layer.compared for layer in layers):
-        key = pages.join([key, "Violet: computed in a layer that chose by the causal rule; its top k is not known."])
+        key = pages.join([key, pages.fill("map_unknown")])
     drawn = pages.fill("map", key=key, cells=len(layers) * len(shown), **size, **parts)
     odd = sum(row.count(None) for row in scores + gates)
     said = "of the scores and gates is not a number" if odd == 1 else "of the scores and gates are not numbers"
@@ -92,9 +104,9 @@ def _packed(row: Sequence[float]) -> list[int | None]:
     return [round(x * 10_000) if math.isfinite(x) else None for x in row]
 
 
-def _mean(values: Sequence[float]) -> str:
+def _mean(values: Iterable[float]) -> float:
     known = [x for x in values if math.isfinite(x)]
-    return f"{fmean(known):.3f}" if known else "-"
+    return fmean(known) if known else math.nan
 
 
 def _layers(found: Decisions, passes: int) -> Html:
@@ -106,23 +118,10 @@ def _layers(found: Decisions, passes: int) -> Html:
     for layer in found.layers:
         known = heads if layer.compared else {"routed_share"}
         shares = [f"{layer.shares[name]:.1%}" if name in known else "-" for name in heads]
-        gates = [gate for gate, on in zip(layer.gates, layer.routed, strict=True) if on]
-        lines.append([layer.name, *shares, _mean(layer.scores), _mean(gates)])
-    routed, how = {str(layer.name): layer.routed_share for layer in found.layers}, f"Chosen by {_chosen_by(found)}."
-    bars = pages.bar_chart("Routed share of each layer", how, routed, "share of tokens", x="layer")
+        means = [_mean(of) for of in (layer.scores, compress(layer.gates, layer.routed))]
+        lines.append([layer.name, *shares, *(f"{mean:.3f}".replace("nan", "-") for mean in means)])
     about = pages.join([pages.fill(share) for share in SHARES[2:] if share in heads])
-    return pages.join([pages.table(("layer", *heads.values(), "mean score", "mean gate"), lines, about), bars])
-
-
-def _histograms(found: Decisions) -> Html:
-    drawn = []
-    for layer in found.layers:
-        if scores := [x for x in layer.scores if math.isfinite(x)]:
-            counts, edges = torch.histogram(torch.tensor(scores, dtype=torch.float64), bins=24)
-            bars = dict(zip((edges[:-1] + edges.diff() / 2).tolist(), counts.tolist(), strict=True))
-            about = f"How many of {count(len(scores), 'token')} have which score."
-            drawn.append(pages.bar_chart(f"Layer {layer.name}", about, bars, "tokens", x="router score"))
-    return pages.row(drawn or [pages.paragraph("No score is a finite number.")])
+    return pages.table(("layer", *heads.values(), "mean score", "mean gate"), lines, about)
 
 
 def _deep(found: Decisions) -> Html:
@@ -131,17 +130,17 @@ def _deep(found: Decisions) -> Html:
     for token, depth in zip(found.tokens, depths, strict=True):
         by_form[token].append(depth)
     known = sorted(((fmean(d), len(d), form) for form, d in by_form.items() if len(d) >= 3), reverse=True)
-    picked = known if len(known) <= 20 else [*known[:10], *known[-10:]]
-    lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in picked]
-    about = "The ten deepest and the ten shallowest of those that occur at least three times."
-    forms = [pages.table(("token", "times", "layers, mean"), lines, about)] if lines else []
+    lines = [[isolated(visible(form)), times, f"{mean:.2f}"] for mean, times, form in known]
+    ends = {"deepest": lines[:10], "shallowest": lines[10:][-10:]}
+    heads, often = ("token", "times", "layers, mean"), "of those that occur at least three times."
+    forms = [pages.table(heads, part, f"The {len(part)} {end} {often}") for end, part in ends.items() if part]
     about, by_place = "Means of parts of the text, 60 at most.", _means(list(enumerate(depths)), 60)
     charts = [pages.line_chart("By position", about, by_place, "token", "layers, mean")]
     losses = sorted((x, d) for x, d in zip(found.losses, depths, strict=True) if math.isfinite(x))
     if len(losses) >= 20:
         about = "How many layers computed a token, by how hard it was to predict: groups of equal size."
         charts.append(pages.line_chart("By loss", about, _means(losses, 20), "loss of the token, nats", "layers, mean"))
-    return pages.join([*forms, pages.row(charts)])
+    return pages.join([pages.row(forms), pages.row(charts)])
 
 
 def _means(points: Sequence[tuple[float, int]], groups: int) -> dict[str, list[tuple[float, float]]]:
@@ -163,14 +162,14 @@ def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) 
         null = f"{layer.bars['null']:.1%}" if layer.null_experts else "no null experts"
         rows.append([layer.name, f"{layer.used:,}", layer.experts, *busy, null])
         even = 1 / (layer.experts + layer.null_experts)
-        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even))
+        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even, "moe"))
         if tokens is not None and len(layer.choices) == len(tokens):
             forms.append(_expert_tokens(layer, tokens))
     return pages.join([pages.table(heads, rows, pages.fill("about_experts")), pages.row(charts), *forms])
 
 
-def _load(layer: int | str, about: str, bars: dict[str, float], y: str, even: float) -> Html:
-    return pages.bar_chart(f"Layer {layer}, load of its experts", about, bars, y, x="expert", even=even)
+def _load(layer: int | str, about: str, bars: dict[str, float], y: str, even: float, kind: str) -> Html:
+    return pages.bar_chart(f"Layer {layer}, load of its experts", about, bars, y, x="expert", even=even, kind=kind)
 
 
 def _expert_tokens(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
@@ -190,37 +189,34 @@ def _expert_tokens(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
     return pages.table(("expert", "tokens", *["token, times"] * _FORMS), lines, about)
 
 
-def _slot_layers(layers: Sequence[SlotLayer], grid: Grid | None, prefix: int) -> Html:
+def _slot_layers(layers: Sequence[SlotLayer], image: Image) -> Html:
     """Load of the experts, and a map for each slot."""
     about = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
-    charts = [_load(layer.name, about, layer.bars, "share", 1 / len(layer.bars)) for layer in layers]
-    parts: list[object] = [pages.row(charts)]
+    charts = [_load(layer.name, about, layer.bars, "share", 1 / len(layer.bars), "soft") for layer in layers]
+    parts: list[object] = []
     if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
-        parts.insert(0, pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
+        parts.append(pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
     drawn = [layer for layer in layers if len(layer.into) * len(layer.into[0]) <= _MOST_CELLS]
-    parts += [_slot_map(layer, grid, prefix) for layer in drawn]
-    if drawn:
-        parts.append(pages.script("small_maps.js"))
+    for layer in drawn:
+        names = [f"expert {slot // layer.slots}, slot {slot % layer.slots}" for slot in range(len(layer.into))]
+        heading = f"Layer {layer.name}, what its slots hold"
+        parts.append(_small_maps(f"slots-{layer.name}", heading, layer.into, image, names, layer.even))
     if len(drawn) < len(layers):
         parts.append(pages.paragraph(f"Layers with more than {_MOST_CELLS:,} weights are too large to draw."))
-    return pages.join(parts)
-
-
-def _slot_map(layer: SlotLayer, grid: Grid | None, prefix: int) -> Html:
-    names = [f"expert {slot // layer.slots}, slot {slot % layer.slots}" for slot in range(len(layer.into))]
-    into = layer.into if grid is None else [row[prefix:] for row in layer.into]
-    return _small_maps(f"slots-{layer.name}", f"Layer {layer.name}, what its slots hold", into, grid, names, layer.even)
+    return pages.join([*parts, pages.row(charts)])
 
 
 def _small_maps(
-    key: str, heading: str, rows: Sequence[Sequence[float]], grid: Grid | None, names: Sequence[str], even: float | None
+    key: str, heading: str, rows: Sequence[Sequence[float]], image: Image, names: Sequence[str], even: float | None
 ) -> Html:
     """A small map for each row of weights, of patches or of tokens, all on one scale. even: the weight of each if all
     were alike; None for gates."""
-    down, across = grid or (1, len(rows[0]))
-    what, each = ("token", "row") if grid is None else ("patch", "map")
-    shown = [[float(f"{weight:.3g}") if math.isfinite(weight) else None for weight in row] for row in rows]
+    down, across = image.grid or (1, len(rows[0]))
+    what, each = ("token", "row") if image.grid is None else ("patch", "map")
+    shown = [[float(f"{x:.3g}") if math.isfinite(x) else None for x in row[image.prefix :]] for row in rows]
     shape = {"rows": down, "columns": across}
     data = pages.data(key, {**shape, "what": what, "names": names, "even": even, "weights": shown})
-    size = {**shape, "many": len(rows), "cells": len(rows) * len(rows[0])}
-    return pages.fill("small_maps", key=key, heading=heading, what=what, each=each, data=data, **size)
+    size = {**shape, "many": len(rows), "cells": len(rows) * len(shown[0])}
+    said = {"what": what, "each": each, "weight": "weight" if even else "gate"}
+    said |= {"light": "lighter", "kind": ""} if image.pixels is None else {"light": "clearer", "kind": "light"}
+    return pages.fill("small_maps", key=key, heading=heading, data=data, **said, **size)

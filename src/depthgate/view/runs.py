@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import chain, compress
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,6 +25,8 @@ AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the larg
     "flops": ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs")),
     "seconds": ((3600, "hours"), (60, "minutes"), (1, "seconds")),
 }
+_HELD_OUT = ("held_out_loss", "causal_share", "agreement")  # in some of the rows: figures of held-out text
+_OF_LAYERS = ("routed_share", "causal_share", "agreement")  # lists, a number for each routed layer
 Row = dict[str, Any]
 
 
@@ -42,6 +45,11 @@ class Run:
         return max((len(row["routed_share"]) for row in self.rows), default=0)
 
     @property
+    def kind(self) -> str:
+        """Tells the colour of the run."""
+        return pages.kind_of(f"{self.model} {'mod' * bool(self.layers)}")
+
+    @property
     def model(self) -> str:
         """The trained model in a few words."""
         m = self.asked.get("model", {})
@@ -58,6 +66,7 @@ class Run:
     def summary(self) -> Row:
         """The figures of the last row, and of the run as a whole."""
         losses = [row["loss"] for row in self.rows[-LAST:] if row["loss"] is not None]
+        held_out = next((row for row in reversed(self.rows) if row.get("held_out_loss") is not None), {})
         speeds = [row["tokens_per_second"] for row in self.rows if row["tokens_per_second"] is not None]
         end = self.rows[-1] if self.rows else dict.fromkeys(AXES)
         return {
@@ -65,6 +74,7 @@ class Run:
             **{axis: end[axis] for axis in AXES},
             "steps_asked": self.asked.get("steps"),
             "loss": fmean(losses) if losses else None,
+            **{name: held_out.get(name) for name in _HELD_OUT},
             "routed_share": end.get("routed_share", []),
             "tokens_per_second": median(speeds) if speeds else None,
             "resumed_after": [row["step"] - 1 for row in self.rows if row["resumed"]],
@@ -125,10 +135,11 @@ def _row(line: bytes) -> Row | None:
     """The values of a line that a page shows; None where the line is something else."""
     try:
         row: Row = {"loss": None, "tokens_per_second": None, "routed_share": [], "resumed": False} | json.loads(line)
-        shares, optional = list(row["routed_share"]), (row["loss"], row["tokens_per_second"])
-        numbers = [*(row[axis] for axis in AXES), *shares, *(value for value in optional if value is not None)]
+        shares = {name: list(row[name]) for name in _OF_LAYERS if name in row}
+        optional = (row["loss"], row["tokens_per_second"], row.get("held_out_loss"))
+        numbers = [*(row[axis] for axis in AXES), *chain(*shares.values()), *(x for x in optional if x is not None)]
         if all(abs(value) < LARGEST for value in numbers):
-            return row | {"step": int(row["step"]), "tokens": int(row["tokens"]), "routed_share": shares}
+            return row | shares | {"step": int(row["step"]), "tokens": int(row["tokens"])}
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
     return None
@@ -151,15 +162,17 @@ def _asked(folder: Path, notes: list[str]) -> Row:
 
 
 def curve(run: Run, axis: str, value: str, most: int = 240) -> tuple[Points, int]:
-    """(axis, value) of a run's steps, no more than `most` points, and how many steps each is the mean of. A mean over
-    steps without a value is not a number: a gap. routed_share is the mean of the layers, routed_share/2 the third."""
+    """At most so many points of a value against an axis, and of how many steps each is the mean. Of a value of layers
+    the mean over all of them is taken, routed_share/2 is that of the third; a value that few rows have, such as the
+    held-out loss, is drawn where it is known."""
     name, _, layer = value.partition("/")
     picked = slice(int(layer), int(layer) + 1) if layer else slice(None)
-    size = max(1, -(-len(run.rows) // most))
+    rows = [row for row in run.rows if row.get("held_out_loss") is not None] if name in _HELD_OUT else run.rows
+    size = max(1, -(-len(rows) // most))
     points = []
-    for i in range(0, len(run.rows), size):
-        part = run.rows[i : i + size]
-        values = [row[name][picked] if name == "routed_share" else [row[name]] for row in part]
+    for i in range(0, len(rows), size):
+        part = rows[i : i + size]
+        values = [row[name][picked] if name in _OF_LAYERS else [row[name]] for row in part]
         known = [y for each in values for y in each if y is not None]
         points.append((float(part[-1][axis]), fmean(known) if known else math.nan))
     return points, size
@@ -172,8 +185,8 @@ def unit(runs: Sequence[Run], axis: str) -> tuple[float, str]:
 
 
 def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
-    """Loss, routed share where there is one, and throughput against an axis, as view.page.line_chart takes them. A run
-    without routing has no points among the routed shares; those of a single run are a line for each of its layers."""
+    """Losses, share of the routed layers where there is one, and throughput against an axis, as view.page.line_chart
+    takes them. A run without routing has no points among the shares; those of a single run are a line a layer."""
     scale, x = unit(runs, axis)
 
     def lines(value: str) -> dict[str, Points]:
@@ -183,19 +196,31 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
     means = "One point a step." if size == 1 else f"Each point is the mean of {size} steps."
     resumed = {run.name: [row for row in run.rows if row["resumed"] and row["loss"] is not None] for run in runs}
     marks = {f"{name}, resumed": [(row[axis] / scale, row["loss"]) for row in rows] for name, rows in resumed.items()}
-    about = f"Training loss, routed by the top k. {means}{' Marks: where a run was resumed.' * any(marks.values())}"
-    found = [{"title": "Loss", "about": about, "series": lines("loss"), "y": "nats a token", "marks": marks}]
+    about = f"Routed by the top k, as trained. {means}{' Marks: where a run was resumed.' * any(marks.values())}"
+    found: list[dict[str, Any]] = [
+        {"title": "Training loss", "about": about, "series": lines("loss"), "y": "nats a token", "marks": marks}
+    ]
+    if any((held_out := lines("held_out_loss")).values()):
+        about = "Of text that the run is not trained on; routers decide from the token alone, as in generation."
+        found.append({"title": "Held-out loss", "about": about, "series": held_out, "y": "nats a token"})
     if any(run.layers for run in runs):
-        which, share = "a routed layer, the mean of all of them", lines("routed_share")
+        causal = any(run.summary["causal_share"] for run in runs)
+        value = "causal_share" if causal else "routed_share"
+        which, share = "a routed layer, the mean of all of them", lines(value)
         share |= {run.name: [] for run in runs if not run.layers}
         if len(runs) == 1:
-            each = [lines(f"routed_share/{i}").values() for i in range(runs[0].layers)]
+            each = [lines(f"{value}/{i}").values() for i in range(runs[0].layers)]
             which, share = "each routed layer", {f"routed layer {i}": line for i, (line,) in enumerate(each)}
-        about = f"The share of the tokens that go through {which}."
-        found.append({"title": "Routed share", "about": about, "series": share, "y": "share of tokens"})
+        about = f"The share of the tokens that go through {which}{', by the causal rule, of held-out text' * causal}."
+        title = "Causal share" if causal else "Routed share"
+        found.append({"title": title, "about": about, "series": share, "y": "share of tokens"})
     about, speeds = f"Of training steps alone: no checkpoints, no start. {means}", lines("tokens_per_second")
     found.append({"title": "Throughput", "about": about, "series": speeds, "y": "tokens a second"})
-    return [{"x": x, "from_zero": chart["title"] != "Loss", **chart} for chart in found]
+    kinds = [run.kind for run in runs]
+    for chart in found:
+        chart |= {"x": x, "axis": "loss" if "loss" in chart["title"] else "from_zero"}
+        chart["kinds"] = kinds if len(chart["series"]) == len(runs) else kinds * len(chart["series"])
+    return found
 
 
 def write_report(folder: Path, live: bool) -> None:
@@ -205,28 +230,30 @@ def write_report(folder: Path, live: bool) -> None:
     replace(folder / REPORT, runs_page([run], about, live))
 
 
-def runs_page(runs: Sequence[Run], about: object = "", live: bool = False) -> Html:
-    """The whole page: loss, routed share and throughput, against what the reader chooses; figures in a table."""
+def runs_page(runs: Sequence[Run], about: object = "", live: bool = False, title: str = "") -> Html:
+    """The whole page: losses, shares and throughput, against what the reader chooses; figures in a table."""
     notes = [pages.note(f"{isolated(run.name)}: {note}.") for run in runs for note in run.notes]
     # The style shows the charts of the axis that is asked for.
     drawn = {axis: [pages.line_chart(**chart) for chart in charts(runs, axis)] for axis in AXES}
     by_axis = [Html(f'<div class="by" data-axis="{axis}">{pages.row(each)}</div>') for axis, each in drawn.items()]
     top = pages.join([about, *notes, pages.fill("axes")])
     sections = {"": top, "How they went": pages.join(by_axis), "Where they stand": _table(runs)}
-    return pages.page(f"depthgate view: {', '.join(isolated(run.name) for run in runs)}", sections, live)
+    return pages.page(title or f"depthgate view: {', '.join(isolated(run.name) for run in runs)}", sections, live)
 
 
 def _table(runs: Sequence[Run]) -> Html:
-    heads = ("run", "model", "step", f"loss, last {LAST} steps", "tokens", "FLOPs", "seconds", "tokens/s, median")
-    forms = {"loss": ".4f", "tokens": ",d", "flops": ".3g", "seconds": ",.1f", "tokens_per_second": ",.0f"}
+    names = f"run|model|step|held-out loss|loss, last {LAST} steps|tokens|FLOPs|seconds|tokens/s"
+    heads = [*names.split("|"), "agreement", "resumed after step", "bad steps"]
+    forms = {"held_out_loss": ".4f", "loss": ".4f", "tokens": ",d", "flops": ".3g", "seconds": ",.1f"}
+    forms |= {"tokens_per_second": ",.0f"}
     rows = []
     for run in runs:
         at = run.summary
         asked = "" if at["steps_asked"] is None else f" of {at['steps_asked']:,}"
         step = "-" if at["step"] is None else f"{at['step']:,}{asked}"
-        figures = ["-" if at[name] is None else f"{at[name]:{form}}" for name, form in forms.items()]
-        name = Html(f'<span class="name">{pages.html(isolated(run.name))}</span>')
+        figures = ["-" if at[name] is None else f"{at[name]:{form}}".replace("e+", "e") for name, form in forms.items()]
+        agreed = f"{fmean(at['agreement']):.2f}" if at["agreement"] else "-"
         again = ", ".join(map(str, at["resumed_after"])) or "-"
-        rows.append([name, run.model, step, *figures, again, at["bad_steps"]])
-    about = "Bad steps: those without a finite loss, which change nothing."
-    return pages.table((*heads, "resumed after step", "bad steps"), rows, about)
+        rows.append([isolated(run.name), run.model, step, *figures, agreed, again, at["bad_steps"] or "-"])
+    shown = [n < 3 or any(row[n] != "-" for row in rows) for n in range(len(heads))]  # no column of nothing
+    return pages.table([*compress(heads, shown)], [[*compress(row, shown)] for row in rows], pages.fill("about_runs"))

@@ -1,11 +1,15 @@
 // Small maps of weights over patches (or tokens): those of slots of Soft MoE, or gates of the patches that a layer computed.
+// With an image, each map is that image, the greyer a patch the smaller its weight; without one, weights are colours.
 document.querySelectorAll("canvas.small").forEach((canvas) => {
   const data = JSON.parse(document.getElementById(canvas.dataset.from).textContent);
   const said = document.getElementById(canvas.dataset.from + "-said");
-  const { rows, columns, names, weights: into } = data, most = Math.max(...into.map((row) => Math.max(...row))) || 1;  // null: 0
-  document.getElementById(canvas.dataset.from + "-most").textContent = most;
-  const LABEL = 16, GAP = 10, flat = rows === 1;
-  let at = { slot: 0, cell: 0 }, across = 1, cell = 8, high = 8, base = null;
+  const image = JSON.parse(document.getElementById("image")?.textContent ?? "null");
+  const { rows, columns } = data, most = Math.max(...data.weights.map((row) => Math.max(...row))) || 1;  // null: 0
+  const names = image ? ["the image", ...data.names] : data.names, into = image ? [null, ...data.weights] : data.weights;
+  const times = data.even ? `, ${Number((most / data.even).toPrecision(3))} times an even share` : "";
+  document.getElementById(canvas.dataset.from + "-most").textContent = most + times;
+  const LABEL = 16, GAP = 10, flat = rows === 1, low = image ? 1 : 0;
+  let at = { slot: low, cell: 0 }, across = 1, cell = 8, high = 8, base = null;
 
   const shade = (share) => {  // dark violet to light yellow, even steps of lightness
     const stops = [[13, 8, 35], [87, 21, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]];
@@ -13,14 +17,24 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     return `rgb(${stops[i].map((low, c) => Math.round(low + f * (stops[i + 1][c] - low))).join(" ")})`;
   };
   const place = (slot) => [(slot % across) * (columns * cell + GAP), Math.floor(slot / across) * (rows * high + LABEL + GAP)];
-  const name = (slot) => names[slot];
+
+  const photo = image && document.createElement("canvas");
+  if (image) {
+    [photo.width, photo.height] = [image.width, image.height];
+    const g = photo.getContext("2d"), pixels = g.createImageData(image.width, image.height), bytes = atob(image.rgb);
+    for (let i = 0; i < image.width * image.height; i++) {
+      for (let c = 0; c < 3; c++) pixels.data[4 * i + c] = bytes.charCodeAt(3 * i + c);
+      pixels.data[4 * i + 3] = 255;
+    }
+    g.putImageData(pixels, 0, 0);
+  }
 
   function layout() {
     const wide = canvas.parentElement.clientWidth;
     across = flat ? 1 : Math.max(1, Math.floor((wide + GAP) / (130 + GAP)));
     across = Math.min(across, into.length);
     cell = flat ? wide / columns : Math.min(24, (wide - GAP * (across - 1)) / across / columns);
-    high = flat ? 12 : cell;
+    high = flat ? 16 : cell;
     const ratio = window.devicePixelRatio || 1;
     const tall = Math.ceil(into.length / across) * (rows * high + LABEL + GAP);
     canvas.style.height = tall + "px";
@@ -30,13 +44,17 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     g.scale(ratio, ratio);
     g.font = "11px system-ui, sans-serif";
     g.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--text").trim();
-    into.forEach((_, slot) => { const [x, y] = place(slot); g.fillText(name(slot), x, y + 11); });
+    into.forEach((_, slot) => { const [x, y] = place(slot); g.fillText(names[slot], x, y + 11, columns * cell); });
     into.forEach((row, slot) => {
       const [x, y] = place(slot);
-      row.forEach((weight, n) => {
-        g.fillStyle = weight === null ? "#8a8f96" : shade(weight / most);
-        g.fillRect(x + (n % columns) * cell, y + LABEL + Math.floor(n / columns) * high, cell + .3, high + .3);
+      if (photo) g.drawImage(photo, x, y + LABEL, columns * cell, rows * high);
+      row?.forEach((weight, n) => {
+        g.globalAlpha = photo && weight !== null ? 0.92 * (1 - Math.max(0, weight / most)) : 1;
+        g.fillStyle = weight === null ? "#8a8f96" : photo ? "#7f7f7f" : shade(weight / most);
+        const more = photo ? 0 : 0.3;  // covers the seams between cells
+        g.fillRect(x + (n % columns) * cell, y + LABEL + Math.floor(n / columns) * high, cell + more, high + more);
       });
+      g.globalAlpha = 1;
     });
     draw();
   }
@@ -48,9 +66,11 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     g.clearRect(0, 0, canvas.width, canvas.height);
     g.drawImage(base, 0, 0);
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
-    g.strokeStyle = "#fff";
     g.lineWidth = 2;
-    g.strokeRect(x + (at.cell % columns) * cell, y + LABEL + Math.floor(at.cell / columns) * high, Math.max(3, cell), high);
+    for (const [colour, out] of [["#000", 1], ["#fff", 0]]) {  // seen on light and on dark
+      g.strokeStyle = colour;
+      g.strokeRect(x + (at.cell % columns) * cell - out, y + LABEL + Math.floor(at.cell / columns) * high - out, Math.max(3, cell) + 2 * out, high + 2 * out);
+    }
   }
 
   function tell() {
@@ -58,14 +78,14 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     const where = flat ? `${data.what} ${n}` : `${data.what} in row ${Math.floor(n / columns)}, column ${n % columns}`;
     const times = data.even ? `, ${(weight / data.even).toFixed(2)} times an even share` : "";
     const told = weight === null ? "weight not a number" : `${data.even ? "weight" : "gate"} ${weight}${times}`;
-    said.textContent = `${name(at.slot)}, ${where}: ${told}`;
+    said.textContent = `${names[at.slot]}, ${where}: ${told}`;
     draw();
   }
 
-  canvas.addEventListener("mousemove", (event) => {
+  for (const kind of ["pointermove", "pointerdown"]) canvas.addEventListener(kind, (event) => {
     const box = canvas.getBoundingClientRect(), px = event.clientX - box.left, py = event.clientY - box.top;
     const i = Math.floor(px / (columns * cell + GAP)), j = Math.floor(py / (rows * high + LABEL + GAP)), slot = j * across + i;
-    if (i < 0 || i >= across || slot < 0 || slot >= into.length) return;
+    if (i < 0 || i >= across || slot < low || slot >= into.length) return;
     const [x, y] = place(slot), c = Math.floor((px - x) / cell), r = Math.floor((py - y - LABEL) / high);
     if (c < 0 || c >= columns || r < 0 || r >= rows) return;
     at = { slot, cell: r * columns + c };
@@ -74,7 +94,7 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
   canvas.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: flat ? 0 : -columns, ArrowDown: flat ? 0 : columns }[event.key];
     const turn = { PageUp: -1, PageDown: 1, ...(flat ? { ArrowUp: -1, ArrowDown: 1 } : {}) }[event.key];
-    if (turn) at.slot = Math.max(0, Math.min(into.length - 1, at.slot + turn));
+    if (turn) at.slot = Math.max(low, Math.min(into.length - 1, at.slot + turn));
     else if (step) { if (at.cell + step >= 0 && at.cell + step < rows * columns) at.cell += step; }
     else return;
     event.preventDefault();

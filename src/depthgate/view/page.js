@@ -1,0 +1,33 @@
+// What every page does: tables that say in each cell what it is, and texts that say what is known of a token.
+document.querySelectorAll("table").forEach((table) => {
+  const heads = [...table.querySelectorAll("thead th")], rows = [...table.querySelectorAll("tbody tr")];
+  heads.forEach((head, n) => {
+    const cells = rows.map((row) => row.children[n]).filter(Boolean);
+    const words = n > 0 && cells.some((cell) => !/^([-+]?[\d.,]+.*|-|all|)$/s.test(cell.textContent));  // not numbers: they lie to the left
+    [head, ...cells].forEach((cell) => cell.classList.toggle("words", words));
+    cells.forEach((cell) => { cell.dataset.head = head.textContent; });
+  });
+});
+
+// Of the token that is pointed at, tapped, or come to by the arrow keys it says what the page knows of it.
+document.querySelectorAll(".text").forEach((part) => {
+  const pre = part.querySelector("pre"), said = part.querySelector(".said"), tokens = [...pre.querySelectorAll("[data-t]")];
+  let at = null;
+  const tell = (token) => {
+    at?.classList.remove("at");
+    at = token;
+    at.classList.add("at");
+    said.textContent = `Token ${at.dataset.t}: ${at.title}`;
+  };
+  for (const kind of ["pointerover", "click"]) pre.addEventListener(kind, (event) => {
+    const token = event.target.closest("[data-t]");
+    if (token) tell(token);
+  });
+  pre.addEventListener("keydown", (event) => {
+    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!way) return;
+    event.preventDefault();
+    tell(tokens[Math.max(0, Math.min(tokens.length - 1, at ? tokens.indexOf(at) + way : 0))]);
+    at.scrollIntoView({ block: "nearest" });
+  });
+});
