@@ -66,9 +66,8 @@ def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html
         style = join([_asset("vendor/uPlot.min.css"), style])
         licence, uplot = _asset("vendor/uPlot.LICENSE"), _asset("vendor/uPlot.iife.min.js")
         charts = fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))
-    if 'canvas class="small"' in body:
-        charts = join([charts, script("small_maps.js")])
-    return fill("page", title=title, reload=reload, style=style, body=body, script=script("page.js"), charts=charts)
+    own = script("page.js", "small_maps.js")
+    return fill("page", title=title, reload=reload, style=style, body=body, script=own, charts=charts)
 
 
 @cache
@@ -87,9 +86,9 @@ def fill(template: str, **values: object) -> Html:
     return Html(_Filler().vformat(_asset(f"templates/{template}.html"), (), values))
 
 
-def script(name: str) -> Html:
-    """A script of this package."""
-    return Html(f"<script>{_asset(name)}</script>")
+def script(*names: str) -> Html:
+    """Scripts of this package."""
+    return Html(f"<script>{''.join(map(_asset, names))}</script>")
 
 
 def data(name: str, value: object) -> Html:
@@ -160,8 +159,7 @@ def _series(
     low = 1 / LARGEST if log_x else -LARGEST
     known = sorted((x, n, y if abs(y) < LARGEST else None) for n, (x, y, *_) in enumerate(points) if low < x < LARGEST)
     found = [(float(f"{x:.10g}"), None if y is None else float(f"{y:.6g}"), *points[n][2:]) for x, n, y in known]
-    shown = {"kind": kind, "colour": look[0], "shade": look[1], "dash": dash}
-    return {**shown, "name": isolated(name), "points": found}
+    return {"kind": kind, "colour": look[0], "shade": look[1], "dash": dash, "name": isolated(name), "points": found}
 
 
 def chart(title: str, about: str, **chart: Any) -> Html:

@@ -40,12 +40,11 @@ def plans_page(title: str, found: Decisions, image: Image, tokens: Sequence[str]
 
 def warnings(found: Decisions) -> list[Html]:
     """What a reader should know of routers that take no token, and of layers whose results hardly count."""
-    kinds = {
-        "routes_nobody": [layer for layer in found.layers if not any(layer.routed)],
-        "little_gate": [layer for layer in found.layers if abs(_mean(compress(layer.gates, layer.routed))) < _LITTLE],
-    }
-    names = {template: ", ".join(isolated(str(layer.name)) for layer in of) for template, of in kinds.items()}
-    return [pages.note(pages.fill(template, layers=of, little=_LITTLE)) for template, of in names.items() if of]
+    nobody = [layer for layer in found.layers if not any(layer.routed)]
+    little = [layer for layer in found.layers if abs(_mean(compress(layer.gates, layer.routed))) < _LITTLE]
+    named = [", ".join(isolated(str(layer.name)) for layer in of) for of in (nobody, little)]
+    notes = zip(("routes_nobody", "little_gate"), named, strict=True)
+    return [pages.note(pages.fill(template, layers=names, little=_LITTLE)) for template, names in notes if names]
 
 
 def _chosen_by(found: Decisions) -> str:
