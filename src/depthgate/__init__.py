@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from depthgate.errors import near
-
 __version__ = "0.1.0"
 _HOMES = {
     "depthgate.config": ("ModelConfig",),
@@ -56,6 +54,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_HOME[name]), name)
     if name in _MODULES:
         return import_module(f"depthgate.{name}")
+    from depthgate.errors import near
+
     raise AttributeError(f"module 'depthgate' has no attribute {name!r}{near(name, __all__)}")
 
 
