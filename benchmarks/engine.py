@@ -92,7 +92,9 @@ def _timed(model: Decoder, batch: int, context: int, config: argparse.Namespace)
             entered.append(taken)
     torch.cuda.synchronize()
     ms = sorted(a.elapsed_time(b) for a, b in times)
-    share = torch.stack([each.entered.float().mean() for each in entered]).mean().item() if model.config.routed else 1.0
+    share = (
+        torch.stack([each.record[2:].float().mean() for each in entered]).mean().item() if model.config.routed else 1.0
+    )
     mean = sum(ms) / len(ms)
     weights = sum(
         w.numel() * w.element_size() for n, w in model.named_parameters() if n != "head.weight" or not model.config.tied

@@ -91,13 +91,18 @@ def test_decisions_and_both_ends_of_a_step(total):
             strict=True,
         ):
             near(mine, theirs)
+        logits, finite = torch.randn(total, 30).round(), torch.zeros(2, total, dtype=torch.int32)
+        logits[0, 7] = (float("nan"), float("inf"), 0.0)[live - 1 if live < 3 else 2]
+        mine, theirs = kernels.likeliest(logits, finite[0]), decode.likeliest(logits, finite[1])
+        assert torch.equal(*finite)
+        assert torch.equal(mine[finite[0] > 0], theirs[finite[0] > 0])
         old = [token, pos, pos + 1, torch.arange(4 * total).view(4, total).int(), torch.zeros(total, 30).bool()]
-        new, ways = torch.randint(30, (total,)), torch.randint(2, (3, total)).int()
+        new, record = torch.randint(30, (total,)), torch.randint(2, (5, total)).int()
         for alive in (total, 0):
-            ours, theirs = ([each.clone() for each in old] for _ in range(2))
-            kernels.finish(new, torch.tensor(alive, dtype=torch.int32), ways, *ours)
+            ours, theirs = ([record.clone(), *(each.clone() for each in old)] for _ in range(2))
+            kernels.finish(new, torch.tensor(alive, dtype=torch.int32), *ours)
             if alive:
-                decode.finish(new, alive, ways, *theirs)
+                decode.finish(new, alive, *theirs)
             assert all(map(torch.equal, ours, theirs))
 
 
@@ -109,13 +114,14 @@ CASES += [(pattern, "threshold") for pattern in ("mod,moe", "dense,mode_staged",
 def test_a_whole_step_with_more_rows_than_live_ones(pattern, rule, monkeypatch):
     """As on CUDA: the device alone knows which rows are live, and which enter."""
     model, texts = built(pattern, rule).float(), prompts(3, 3)
-    wanted = [dg.generate(model, [text], seed=n, max_new_tokens=4)[0] for n, text in enumerate(texts)]
+    how = [{"top_k": 7}, {"temperature": 0.0}, {"min_p": 0.01, "top_k": 30}]
+    wanted = [dg.generate(model, [text], seed=n, max_new_tokens=4, **how[n])[0] for n, text in enumerate(texts)]
     for module in (decode, batch):
         monkeypatch.setattr(module, "by_kernels", lambda _: True)
     engine = Engine(model, rows=4, page=16, chunk=64)
     body = engine.batch._body
     monkeypatch.setattr(engine.batch, "_body", lambda rows, *how: body(1 << (rows - 1).bit_length(), *how))
-    requests = [engine.submit(text, Sampling(seed=n, max_new_tokens=4)) for n, text in enumerate(texts)]
+    requests = [engine.submit(text, Sampling(seed=n, max_new_tokens=4, **how[n])) for n, text in enumerate(texts)]
     while engine.waiting or engine.running:
         engine.turn()
     assert said([request.result for request in requests]) == said(wanted)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from depthgate.cache import LayerCache
 from depthgate.config import ROUTED_KINDS
-from depthgate.generation.sampling import Filters, pick, uniform
+from depthgate.generation.config import Sampling
+from depthgate.generation.sampling import Filters, as_numbers, pick, uniform
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops.attention import rotation, with_half_of
@@ -28,6 +29,7 @@ from depthgate.ops.decode import (
     chosen_rows,
     decide,
     finish,
+    likeliest,
     linear,
 )
 from depthgate.routing.causal import Scores, Threshold
@@ -54,24 +56,25 @@ class Likely(NamedTuple):
 class Taken(NamedTuple):
     """What a step found for each row."""
 
-    tokens: Tensor  # (B,) the tokens that come next
-    entered: Tensor  # (B, L) the routed layers that the tokens before them went through: 1 or 0
-    finite: Tensor  # (B,) bool: False where the logits are not numbers
+    record: Tensor  # (2 + L, B) int32: tokens that come next; 1 where logits are numbers; routed layers entered, 1 or 0
     likely: Likely | None
     ready: torch.cuda.Event | None = None  # where these are on their way to the host
 
     def to_host(self) -> "Taken":
         """Copies in the host's memory, without waiting for them."""
         likely = None if self.likely is None else Likely(*map(_to_host, self.likely))
-        tokens, entered, finite = map(_to_host, self[:3])
+        record = _to_host(self.record)
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return Taken(tokens, entered, finite, likely, ready)
+        return Taken(record, likely, ready)
 
-    def wait(self) -> None:
-        """Wait until it is there."""
+    def read(self) -> tuple[list[int], list[int], list[list[int]]]:
+        """Tokens, whether their logits were numbers, and the routed layers that the tokens before them went through,
+        row by row. Waits until they are there."""
         if self.ready is not None:
             self.ready.synchronize()
+        tokens, finite, *_ = self.record.tolist()
+        return tokens, finite, self.record[2:].T.tolist()
 
 
 def _to_host(each: Tensor) -> Tensor:
@@ -112,7 +115,10 @@ class Batch:
         self.alive, self.all_rows = zeros(dtype=torch.int32), torch.arange(rows, device=self.device)
         self.token, self.pos, self.seeds, self.drawn = (zeros(rows) for _ in range(4))
         self.seen = zeros(rows, config.vocab, dtype=torch.bool)
-        self.options = zeros(rows, len(Filters._fields), dtype=torch.float64)
+        # In rows that are not in use, too, filters are in range.
+        self.options = torch.tensor(
+            [as_numbers(Sampling(temperature=0.0))], dtype=torch.float64, device=self.device
+        ).repeat(rows, 1)
         places, wide = (
             torch.arange(config.context, device=self.device),
             torch.promote_types(weight.dtype, torch.float32),
@@ -222,22 +228,24 @@ class Batch:
         """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
         model, pos, token, lengths = self.model, self.pos[:B], self.token[:B], self.lengths[:, :B]
         x, cos, sin = begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
-        all_rows = Rows(self.all_rows[:B], self.alive) if by_kernels(x) else None
-        entered = lengths.new_zeros(len(lengths) - 1, B)
+        all_rows = Rows(self.all_rows[:B], self.alive, sure=True) if by_kernels(x) else None
+        record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
             rows, gates = all_rows, None
             if layer.router is not None:
-                rows, gates = self._decide(layer, x, pos, entered[layer.group - 1])
+                rows, gates = self._decide(layer, x, pos, record[1 + layer.group])
                 if not len(rows.places):
                     continue
             self._add_update(n, x, rows, gates, cos, sin)
         logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
-        numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
-        tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
-        finish(tokens, self.alive, entered, token, pos, self.drawn[:B], lengths, self.seen[:B])
-        # Where the likeliest token is taken, its logit is the largest.
-        finite = logits.amax(-1).isfinite() if used[0] else logits.gather(1, tokens[:, None])[:, 0].isfinite()
-        return Taken(tokens, entered.T, finite, likely(logits, tokens, top))
+        if any(used):
+            numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
+            tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
+            record[1] = logits.amax(-1).isfinite()
+        else:
+            tokens = likeliest(logits, record[1])
+        finish(tokens, self.alive, record, token, pos, self.drawn[:B], lengths, self.seen[:B])
+        return Taken(record, likely(logits, tokens, top))
 
     def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:
         """The rows of x that a routed layer takes, and their gates; `entered` (B,) gets 1 or 0."""

@@ -212,8 +212,8 @@ class Engine:
             mine = {name: each[n] for name, each in state.items()}
             request.row = self.batch.put(reader.caches, n, request.pages, counts, **mine)
             self._active.append(request)
-        finite = logits.amax(-1).isfinite()
-        yield from self._write(requests, tokens, finite, likely(logits, tokens, _most(requests)))
+        finite, found = logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests))
+        yield from self._write(requests, tokens.tolist(), finite.tolist(), found)
 
     def _make_room(self) -> Iterator[Event]:
         """Have a place for one more entry in every group of every row; where there are no pages left, the newest
@@ -249,20 +249,20 @@ class Engine:
     def _land(self) -> Iterator[Event]:
         """Read what the oldest step under way has found, for the requests that have not left since it began."""
         requests, taken = self._flying.popleft()
-        taken.wait()
+        tokens, finite, layers = taken.read()
         dense = len(self.model.layers) - len(self.model.config.routed)
-        for request, entered in zip(requests, taken.entered.tolist(), strict=False):
+        for request, entered in zip(requests, layers, strict=False):
             if request.row is not None:
                 request.result.note([dense + sum(entered)], entered)
                 request.lengths = [a + b for a, b in zip(request.lengths, [1, *entered], strict=True)]
-        yield from self._write(requests, taken.tokens, taken.finite, taken.likely)
+        yield from self._write(requests, tokens, finite, taken.likely)
 
     def _write(
-        self, requests: Sequence[Request], tokens: Tensor, finite: Tensor, found: Likely | None
+        self, requests: Sequence[Request], tokens: Sequence[int], finite: Sequence[int], found: Likely | None
     ) -> Iterator[Event]:
         """Add tokens to the results of requests that have not left."""
         top = found.read() if found else []
-        for n, (request, token, good) in enumerate(zip(requests, tokens.tolist(), finite.tolist(), strict=False)):
+        for n, (request, token, good) in enumerate(zip(requests, tokens, finite, strict=False)):
             if request.row is None:
                 continue
             logprob, likeliest = top[n] if request.top is not None else (None, ())

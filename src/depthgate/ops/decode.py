@@ -19,6 +19,7 @@ class Rows(NamedTuple):
 
     places: Tensor  # (B,) int64
     many: Tensor  # () int32
+    sure: bool = False  # True for all rows in use: no kernel of the step decides which they are
 
     @property
     def taken(self) -> Tensor:
@@ -69,27 +70,39 @@ def begin(
     return F.rms_norm(x, x.shape[-1:]) if normed else x, cos[pos], sin[pos]
 
 
+def likeliest(logits: Tensor, finite: Tensor) -> Tensor:
+    """The first of the largest of each row, (B, V) -> (B,). `finite` (B,) gets 0 where the logits have NaN or +inf, or
+    no finite number: there it is some id in range."""
+    if by_kernels(logits):
+        return kernels().likeliest(logits, finite)  # type: ignore[no-any-return]
+    tokens = logits.argmax(-1)  # NaN is larger than all
+    finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
+    return tokens
+
+
 def finish(
     tokens: Tensor,
     live: Tensor,
-    entered: Tensor,
+    record: Tensor,
     token: Tensor,
     pos: Tensor,
     drawn: Tensor,
     lengths: Tensor,
     seen: Tensor,
 ) -> None:
-    """Write a step down, for the first `live` rows: the tokens (B,) that come next, also in `seen` (B, V); positions,
-    numbers drawn (B,) and `lengths` (1 + L, B) grow by one, those of routed layers where they were `entered` (L, B)."""
+    """Write a step down, for the first `live` rows: the tokens (B,) that come next, also in `record` (2 + L, B), whose
+    last rows have 1 where a routed layer was entered, and in `seen` (B, V); positions, numbers drawn (B,) and `lengths`
+    (1 + L, B) grow by one, those of routed layers where they were entered."""
     if by_kernels(tokens):
-        kernels().finish(tokens, live, entered, token, pos, drawn, lengths, seen)
+        kernels().finish(tokens, live, record, token, pos, drawn, lengths, seen)
         return
+    record[0] = tokens
     token.copy_(tokens)
     seen.scatter_(1, tokens[:, None], True)
     pos += 1
     drawn += 1
     lengths[0] += 1
-    lengths[1:] += entered
+    lengths[1:] += record[2:]
 
 
 def linear(

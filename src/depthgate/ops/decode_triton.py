@@ -11,13 +11,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthgate.ops.linear_triton import (
+    add_linear,
+    fetch_early,
+    let_next_begin,
+    linear,
+    overlaps,
+    wait_for_those_before,
+)
+
+__all__ = ["add_linear", "attend", "begin", "decide", "finish", "likeliest", "linear"]
+
 
 @triton.jit
 def _begin(
     embedding, token, pos, cos, sin, x, c, s, eps,
-    K: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr,
+    K: tl.constexpr, HALF: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
     k = tl.arange(0, BK)
     row = tl.load(embedding + tl.load(token + b) * K + k, k < K, other=0.0)
     if NORMED:
@@ -36,17 +49,51 @@ def begin(
     """`decode.begin`."""
     B, K, half = len(token), embedding.shape[1], cos.shape[1]
     x, c, s = embedding.new_empty(B, K), cos.new_empty(B, half), sin.new_empty(B, half)
-    size = {"BK": triton.next_power_of_2(K), "BH": triton.next_power_of_2(half)}
+    how = {"BK": triton.next_power_of_2(K), "BH": triton.next_power_of_2(half), **overlaps(x.device)}
     eps = torch.finfo(x.dtype).eps
-    _begin[(B,)](embedding, token, pos, cos, sin, x, c, s, eps, K=K, HALF=half, NORMED=normed, num_warps=4, **size)
+    _begin[(B,)](embedding, token, pos, cos, sin, x, c, s, eps, K=K, HALF=half, NORMED=normed, num_warps=4, **how)
     return x, c, s
 
 
 @triton.jit
-def _finish(tokens, live, entered, token, pos, drawn, lengths, seen, B, stride, V, L: tl.constexpr, BB: tl.constexpr):
+def _likeliest(logits, tokens, finite, V, BV: tl.constexpr, PDL: tl.constexpr):
+    b = tl.program_id(0)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
+    best = tl.full((BV,), -float("inf"), tl.float32)
+    where = tl.zeros((BV,), tl.int32)
+    bad = tl.zeros((BV,), tl.int32)
+    for start in range(0, V, BV):
+        v = start + tl.arange(0, BV)
+        x = tl.load(logits + b.to(tl.int64) * V + v, v < V, other=-float("inf"))
+        where = tl.where(x > best, v, where)
+        best = tl.maximum(best, x)
+        bad += (x != x).to(tl.int32)
+    most = tl.max(best, 0)
+    tl.store(tokens + b, tl.min(tl.where(best == most, where, V - 1), 0).to(tl.int64))
+    tl.store(finite + b, ((tl.sum(bad, 0) == 0) & (tl.abs(most) < float("inf"))).to(tl.int32))
+
+
+def likeliest(logits: Tensor, finite: Tensor) -> Tensor:
+    """`decode.likeliest`."""
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    _likeliest[(len(logits),)](
+        logits, tokens, finite, logits.shape[1], BV=8192, num_warps=16, **overlaps(logits.device)
+    )
+    return tokens
+
+
+@triton.jit
+def _finish(
+    tokens, live, record, token, pos, drawn, lengths, seen, B, stride, V,
+    L: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     b = tl.arange(0, BB)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
     there = b < tl.load(live)
     new = tl.load(tokens + b, there, other=0)
+    tl.store(record + b, new.to(tl.int32), there)
     tl.store(token + b, new, there)
     tl.store(seen + b.to(tl.int64) * V + new, 1, there)
     tl.store(pos + b, tl.load(pos + b, there, other=0) + 1, there)
@@ -54,13 +101,13 @@ def _finish(tokens, live, entered, token, pos, drawn, lengths, seen, B, stride, 
     tl.store(lengths + b, tl.load(lengths + b, there, other=0) + 1, there)
     for n in range(L):
         at = lengths + (n + 1) * stride + b
-        tl.store(at, tl.load(at, there, other=0) + tl.load(entered + n * B + b, there, other=0), there)
+        tl.store(at, tl.load(at, there, other=0) + tl.load(record + (2 + n) * B + b, there, other=0), there)
 
 
 def finish(
     tokens: Tensor,
     live: Tensor,
-    entered: Tensor,
+    record: Tensor,
     token: Tensor,
     pos: Tensor,
     drawn: Tensor,
@@ -68,103 +115,10 @@ def finish(
     seen: Tensor,
 ) -> None:
     """`decode.finish`."""
-    L, B = entered.shape
-    marks, block = seen.view(torch.int8), triton.next_power_of_2(B)
-    _finish[(1,)](
-        tokens, live, entered, token, pos, drawn, lengths, marks, B, lengths.stride(0), marks.stride(0), L=L, BB=block
-    )
-
-
-@triton.jit
-def _linear(
-    x, add, places, many, weight, norm, gates, out, eps, N,
-    K: tl.constexpr, GATHER: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    count = tl.load(many)
-    first = tl.program_id(1) * BM
-    if first >= count:
-        return
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    col = (n < N)[:, None]
-    if BM == 1:
-        row = tl.load(places + first) if GATHER else first
-        total = tl.zeros((BN, BK), tl.float32)
-        total2 = tl.zeros((BN, BK), tl.float32)
-        squares = tl.zeros((BK,), tl.float32)
-        for start in range(0, K, BK):
-            k = start + tl.arange(0, BK)
-            mask = k < K
-            v = tl.load(x + row.to(tl.int64) * K + k, mask, other=0.0).to(tl.float32)
-            if not SCATTER and add is not None:
-                v += tl.load(add + first * K + k, mask, other=0.0).to(tl.float32)
-            if norm is not None:
-                squares += v * v
-                v = v * tl.load(norm + k, mask, other=0.0).to(tl.float32)
-            place = n[:, None].to(tl.int64) * K + k[None, :]
-            total += tl.load(weight + place, col & mask[None, :], other=0.0).to(tl.float32) * v[None, :]
-            if GLU:
-                total2 += (
-                    tl.load(weight + N.to(tl.int64) * K + place, col & mask[None, :], other=0.0).to(tl.float32)
-                    * v[None, :]
-                )
-        y = tl.sum(total, 1)
-        y2 = tl.sum(total2, 1)
-        if norm is not None:
-            scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-            y *= scale
-            y2 *= scale
-        if GLU:
-            y = y * tl.sigmoid(y) * y2
-        if SCATTER:
-            y += tl.load(add + first * N + n, n < N, other=0.0).to(tl.float32)
-            if gates is not None:
-                y *= tl.load(gates + first)
-            to = out + tl.load(places + first).to(tl.int64) * N + n
-            y += tl.load(to, n < N, other=0.0).to(tl.float32)
-        else:
-            to = out + first * N + n
-        tl.store(to, y.to(out.dtype.element_ty), n < N)
-    else:
-        m = first + tl.arange(0, BM)
-        there = (m < count)[:, None]
-        row = tl.load(places + m, m < count, other=0) if GATHER or SCATTER else m
-        source = row if GATHER else m
-        total = tl.zeros((BM, BN), tl.float32)
-        total2 = tl.zeros((BM, BN), tl.float32)
-        squares = tl.zeros((BM,), tl.float32)
-        for start in range(0, K, BK):
-            k = start + tl.arange(0, BK)
-            mask = there & (k < K)[None, :]
-            v = tl.load(x + source[:, None].to(tl.int64) * K + k[None, :], mask, other=0.0)
-            if norm is not None:
-                wide = v.to(tl.float32)
-                if add is not None:
-                    wide += tl.load(add + m[:, None] * K + k[None, :], mask, other=0.0).to(tl.float32)
-                squares += tl.sum(wide * wide, 1)
-                v = (wide * tl.load(norm + k, k < K, other=0.0).to(tl.float32)[None, :]).to(v.dtype)
-            place = n[None, :].to(tl.int64) * K + k[:, None]
-            real = (n < N)[None, :] & (k < K)[:, None]
-            total = tl.dot(v, tl.load(weight + place, real, other=0.0), total, input_precision="ieee")
-            if GLU:
-                w = tl.load(weight + N.to(tl.int64) * K + place, real, other=0.0)
-                total2 = tl.dot(v, w, total2, input_precision="ieee")
-        if norm is not None:
-            scale = tl.rsqrt(squares / K + eps)[:, None]
-            total *= scale
-            total2 *= scale
-        if GLU:
-            total = total * tl.sigmoid(total) * total2
-        real = there & (n < N)[None, :]
-        if SCATTER:
-            total += tl.load(add + m[:, None] * N + n[None, :], real, other=0.0).to(tl.float32)
-            if gates is not None:
-                total *= tl.load(gates + m, m < count, other=0.0)[:, None]
-            to = out + row[:, None].to(tl.int64) * N + n[None, :]
-            total += tl.load(to, real, other=0.0).to(tl.float32)
-        else:
-            to = out + m[:, None].to(tl.int64) * N + n[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), real)
+    B, marks = len(tokens), seen.view(torch.int8)
+    how = {"L": len(record) - 2, "BB": triton.next_power_of_2(B), **overlaps(tokens.device)}
+    strides = lengths.stride(0), marks.stride(0)
+    _finish[(1,)](tokens, live, record, token, pos, drawn, lengths, marks, B, *strides, **how)
 
 
 @triton.jit
@@ -180,12 +134,22 @@ def _turned(a, b, norm, cos, sin, eps, half, half_mask, D: tl.constexpr):
 @triton.jit
 def _attend(
     qkv, places, many, cos, sin, q_norm, k_norm, eps, kv, stride, table, entries, lengths, last_key, part, sums, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
-    BH: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SURE: tl.constexpr,
+    BH: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) // G
     g = tl.program_id(0) % G
     split = tl.program_id(1)
+    let_next_begin(PDL)
+    if SURE and PDL:  # the first entries are those of the steps before
+        early = split * tl.cdiv(tl.cdiv(tl.load(lengths + i) + 1, BS), SPLITS) * BS
+        page = tl.load(table + i.to(tl.int64) * entries + tl.minimum(early // SIZE, entries - 1)).to(tl.int64)
+        LINE: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
+        lines = kv + page * stride + (g * SIZE + early % SIZE) * D
+        lines += tl.minimum(tl.arange(0, BS * BD // LINE) * LINE, BS * D - 1)
+        fetch_early(lines, PDL)
+        fetch_early(lines + G * SIZE * D, PDL)
+    wait_for_those_before(PDL)
     if i >= tl.load(many):
         return
     row = tl.load(places + i).to(tl.int64)
@@ -269,9 +233,14 @@ def _attend(
 
 
 @triton.jit
-def _joined(part, sums, out, many, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BD: tl.constexpr):
+def _joined(
+    part, sums, out, many,
+    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """The splits of a head, together."""
     i = tl.program_id(0)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
     if i // H >= tl.load(many):
         return
     s = i.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
@@ -284,38 +253,61 @@ def _joined(part, sums, out, many, H: tl.constexpr, D: tl.constexpr, SPLITS: tl.
 
 
 @triton.jit
-def _decide(
-    x, live, weight, bias, threshold, places, many, gates, entered, eps, B,
-    K: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, BB: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    b = tl.arange(0, BB)
-    there = b < tl.load(live)
-    score = tl.zeros((BB,), tl.float32)
-    squares = tl.zeros((BB,), tl.float32)
-    for start in range(0, K, BK):
-        k = start + tl.arange(0, BK)
-        v = tl.load(x + b[:, None] * K + k[None, :], there[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
-        score += tl.sum(v * tl.load(weight + k, k < K, other=0.0).to(tl.float32)[None, :], 1)
-        squares += tl.sum(v * v, 1)
-    if NORMED:
-        score *= tl.rsqrt(squares / K + eps)
-    score += tl.load(bias).to(tl.float32)
-    wanted = there & (score - tl.load(threshold) >= 0)  # not where it is NaN
+def _gate(score, GATE: tl.constexpr):
     safe = tl.minimum(tl.maximum(score, -1e4), 1e4)
     if GATE == "one_plus_tanh":
-        gate = 2 * tl.sigmoid(2 * safe)
+        return 2 * tl.sigmoid(2 * safe)
     elif GATE == "sigmoid":
-        gate = tl.sigmoid(safe)
+        return tl.sigmoid(safe)
     elif GATE == "raw":
-        gate = safe
+        return safe
     else:
-        gate = tl.full((BB,), 1.0, tl.float32)
-    rank = tl.cumsum(wanted.to(tl.int32), 0)
-    to = tl.where(wanted, rank - 1, tl.sum(wanted.to(tl.int32), 0) + b - rank)  # the others come last
+        return safe * 0 + 1
+
+
+@triton.jit
+def _score(
+    x, weight, bias, scores, live, threshold, places, many, gates, entered, eps,
+    K: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, ALONE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The scores of rows; a row that is alone is decided upon at once."""
+    b = tl.program_id(0)
+    k = tl.arange(0, BK)
+    let_next_begin(PDL)
+    w = tl.load(weight + k, k < K, other=0.0)
+    wait_for_those_before(PDL)
+    v = tl.load(x + b.to(tl.int64) * K + k, k < K, other=0.0).to(tl.float32)
+    score = tl.sum(v * w, 0)
+    if NORMED:
+        score *= tl.rsqrt(tl.sum(v * v, 0) / K + eps)
+    score += tl.load(bias)
+    if ALONE:
+        wanted = ((tl.load(live) > 0) & (score - tl.load(threshold) >= 0)).to(tl.int32)
+        tl.store(places, 0)
+        tl.store(gates, _gate(score, GATE))
+        tl.store(entered, wanted)
+        tl.store(many, wanted)
+    else:
+        tl.store(scores + b, score)
+
+
+@triton.jit
+def _decide(
+    scores, live, threshold, places, many, gates, entered, B,
+    GATE: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, BB)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
+    there = b < tl.load(live)
+    score = tl.load(scores + b, there, other=0.0)
+    wanted = (there & (score - tl.load(threshold) >= 0)).to(tl.int32)  # not where it is NaN
+    rank = tl.cumsum(wanted, 0)
+    to = tl.where(wanted > 0, rank - 1, tl.sum(wanted, 0) + b - rank)  # the others come last
     tl.store(places + to, b.to(tl.int64), b < B)
-    tl.store(gates + to, gate, b < B)
-    tl.store(entered + b, wanted.to(tl.int32), there)
-    tl.store(many, tl.sum(wanted.to(tl.int32), 0))
+    tl.store(gates + to, _gate(score, GATE), b < B)
+    tl.store(entered + b, wanted, there)
+    tl.store(many, tl.sum(wanted, 0))
 
 
 def decide(
@@ -324,56 +316,13 @@ def decide(
     """`decode.decide`."""
     B, K = x.shape
     places, many = entered.new_empty(B, dtype=torch.int64), entered.new_empty(())
-    gates = torch.empty(B, device=x.device)
-    block = triton.next_power_of_2(B)
-    _decide[(1,)](
-        x, live, weight, bias, threshold, places, many, gates, entered, torch.finfo(torch.float32).eps, B,
-        K=K, NORMED=normed, GATE=gate, BB=block, BK=max(32, min(triton.next_power_of_2(K), 8192 // block)), num_warps=8,
-    )  # fmt: skip
+    scores, gates = torch.empty(2, B, device=x.device)
+    decision, how = (live, threshold, places, many, gates, entered), {"GATE": gate, **overlaps(x.device)}
+    size = {"K": K, "BK": triton.next_power_of_2(K), "NORMED": normed, "ALONE": B == 1, "num_warps": 8}
+    _score[(B,)](x, weight, bias, scores, *decision, torch.finfo(torch.float32).eps, **size, **how)
+    if B > 1:
+        _decide[(1,)](scores, *decision, B, BB=triton.next_power_of_2(B), num_warps=2, **how)
     return (places, many), gates
-
-
-def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
-    """Shape of a program's tile: enough bytes under way in as many programs as there are processors."""
-    if rows == 1:
-        return {"BM": 1, "BN": 4 if glu or N <= 4096 else 8, "BK": triton.next_power_of_2(min(K, 1024)), "num_warps": 4}
-    tile = {"BM": 16 if rows <= 16 else 64, "BN": 16 if glu or N <= 4096 else 32, "num_warps": 4}
-    if itemsize == 4:
-        return tile | {"BK": 32, "num_stages": 2}
-    return tile | {"BK": 256 if rows <= 16 and not glu else 128, "num_stages": 4}
-
-
-def linear(
-    x: Tensor, rows: Any, weight: Tensor, *, gather: bool = True, glu: bool = False, wide: bool = False, **more: Any
-) -> Tensor:
-    """`decode.linear`."""
-    out = x.new_empty(len(rows.places), len(weight) // (1 + glu), dtype=torch.float32 if wide else x.dtype)
-    _run(x, rows, weight, out, GATHER=gather, GLU=glu, SCATTER=False, **more)
-    return out
-
-
-def add_linear(x: Tensor, rows: Any, weight: Tensor, hidden: Tensor, add: Tensor, gates: Tensor | None) -> None:
-    """`decode.add_linear`."""
-    _run(hidden, rows, weight, x, add=add, gates=gates, GATHER=False, GLU=False, SCATTER=True)
-
-
-def _run(
-    x: Tensor,
-    rows: Any,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    add: Tensor | None = None,
-    norm: Tensor | None = None,
-    gates: Tensor | None = None,
-    eps: float | None = None,
-    **how: bool,
-) -> None:
-    B, N, K = len(rows.places), out.shape[1], weight.shape[1]
-    tile = _tile(B, N, K, how["GLU"], x.element_size())
-    grid = (triton.cdiv(N, tile["BN"]), triton.cdiv(B, tile["BM"]))
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    _linear[grid](x, add, rows.places, rows.many, weight, norm, gates, out, eps, N, K=K, **how, **tile)
 
 
 def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: Any, splits: int) -> Tensor:
@@ -384,11 +333,11 @@ def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: 
     out = qkv.new_empty(B, H * d)
     eps = torch.finfo(qkv.dtype).eps if heads.eps is None else heads.eps
     size, wide = pages.kv.shape[3], max(32, triton.next_power_of_2(d))
-    tile, heads_tile = min(size, 64), max(16, triton.next_power_of_2(H // G))
+    tile, heads_tile, how = min(size, 64), max(16, triton.next_power_of_2(H // G)), overlaps(qkv.device)
     _attend[(B * G, splits)](
         qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps, pages.kv, pages.kv.stride(0),
         pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part, sums, d**-0.5,
-        H=H, G=G, D=d, SIZE=size, SPLITS=splits, BH=heads_tile, BS=tile, BD=wide, num_warps=4,
+        H=H, G=G, D=d, SIZE=size, SPLITS=splits, SURE=rows.sure, BH=heads_tile, BS=tile, BD=wide, num_warps=4, **how
     )  # fmt: skip
-    _joined[(B * H,)](part, sums, out, rows.many, H=H, D=d, SPLITS=splits, BD=wide, num_warps=2)
+    _joined[(B * H,)](part, sums, out, rows.many, H=H, D=d, SPLITS=splits, BD=wide, num_warps=2, **how)
     return out
