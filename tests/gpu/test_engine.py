@@ -20,7 +20,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def rows(total, taken):
     places = torch.zeros(total, dtype=torch.int64, device="cuda")
     places[: len(taken)] = torch.tensor(taken, dtype=torch.int64)
-    return decode.Rows(places, torch.tensor(len(taken), dtype=torch.int32, device="cuda"))
+    many, turns = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (len(taken), [0] * 64))
+    return decode.Rows(places, many, turns=turns)
 
 
 def on_cpu(each):

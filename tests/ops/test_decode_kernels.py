@@ -23,7 +23,7 @@ TAKEN = [(1, [0]), (1, []), (5, [1, 3]), (5, []), (20, [2, 19]), (20, list(range
 def rows_of(total, taken):
     places = torch.zeros(total, dtype=torch.int64)
     places[: len(taken)] = torch.tensor(taken, dtype=torch.int64)
-    return decode.Rows(places, torch.tensor(len(taken), dtype=torch.int32))
+    return decode.Rows(places, torch.tensor(len(taken), dtype=torch.int32), turns=torch.zeros(64, dtype=torch.int32))
 
 
 def near(ours, theirs):

@@ -5,6 +5,7 @@ graph that is replayed, and nothing in it waits for the host: the engine can be 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from depthgate.cache import LayerCache
 from depthgate.config import ROUTED_KINDS
+from depthgate.generation import conditional
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import Filters, as_numbers, pick, uniform
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
@@ -37,6 +39,8 @@ from depthgate.routing.gates import GATES
 from depthgate.routing.routers import Scorer, TopTokens
 
 TRASH = 0  # the page of rows that hold nothing
+_TURNS = 4096  # tiles of a product whose programs may take turns
+_FEW = 16  # rows up to which it happens that none enters a layer
 _WARMUP = 2  # steps before a capture, in which kernels are compiled
 
 
@@ -132,6 +136,7 @@ class Batch:
             router = getattr(layer, "router", None)
             rule = simple_rule(router) if router is not None and by_kernels(weight) else None
             self.layers.append(_Layer(block, router, *where, _heads(block), rule))
+        self.turns = zeros(_TURNS, dtype=torch.int32)
         self._graphs: dict[tuple[Any, ...], Callable[[], Taken]] = {}
 
     def put(
@@ -214,29 +219,36 @@ class Batch:
                 for each, old in zip(kept, before, strict=True):
                     each.copy_(old)
         torch.cuda.current_stream().wait_stream(stream)
+        branches = conditional.Branches() if B <= _FEW and conditional.available() else None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = self._body(B, used, top)
+            found = self._body(B, used, top, branches)
 
-        def replay() -> Taken:
+        def replay(_kept: Any = branches) -> Taken:
             graph.replay()
             return found
 
         return replay
 
-    def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Taken:
-        """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
+    def _body(
+        self, B: int, used: tuple[bool, ...], top: int | None, branches: conditional.Branches | None = None
+    ) -> Taken:
+        """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are. With branches
+        a layer that no row enters costs its decision alone; without them its kernels begin, and end at once."""
         model, pos, token, lengths = self.model, self.pos[:B], self.token[:B], self.lengths[:, :B]
         x, cos, sin = begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
-        all_rows = Rows(self.all_rows[:B], self.alive, sure=True) if by_kernels(x) else None
+        all_rows = Rows(self.all_rows[:B], self.alive, sure=True, turns=self.turns) if by_kernels(x) else None
         record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
-            rows, gates = all_rows, None
-            if layer.router is not None:
-                rows, gates = self._decide(layer, x, pos, record[1 + layer.group])
-                if not len(rows.places):
-                    continue
-            self._add_update(n, x, rows, gates, cos, sin)
+            if layer.router is None:
+                self._add_update(n, x, all_rows, None, cos, sin)
+                continue
+            able = branches is not None and layer.rule is not None and isinstance(layer.block.ffn, SwiGLU)
+            handle = branches.new_handle() if able else None
+            rows, gates = self._decide(layer, x, pos, record[1 + layer.group], handle)
+            if len(rows.places):
+                with branches.only_if(handle) if able else nullcontext():
+                    self._add_update(n, x, rows, gates, cos, sin)
         logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         if any(used):
             numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
@@ -247,14 +259,18 @@ class Batch:
         finish(tokens, self.alive, record, token, pos, self.drawn[:B], lengths, self.seen[:B])
         return Taken(record, likely(logits, tokens, top))
 
-    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:
+    def _decide(
+        self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor, handle: int | None
+    ) -> tuple[Rows, Tensor]:
         """The rows of x that a routed layer takes, and their gates; `entered` (B,) gets 1 or 0."""
         if layer.rule is not None:
-            return decide(x, self.alive, entered, *layer.rule)
+            rows, gates = decide(x, self.alive, entered, *layer.rule, handle)
+            return rows._replace(turns=self.turns), gates
         wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
         wanted = wanted & (self.all_rows[: len(x)] < self.alive)
         entered.copy_(wanted)
-        return chosen_rows(wanted, gates)
+        rows, gates = chosen_rows(wanted, gates)
+        return rows._replace(turns=self.turns), gates
 
     def _add_update(self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         """Add the update of a layer to its rows of x."""

@@ -20,6 +20,7 @@ class Rows(NamedTuple):
     places: Tensor  # (B,) int64
     many: Tensor  # () int32
     sure: bool = False  # True for all rows in use: no kernel of the step decides which they are
+    turns: Tensor | None = None  # (n,) int32 zeros that kernels of this step count in
 
     @property
     def taken(self) -> Tensor:
@@ -188,12 +189,21 @@ def attend(
 
 
 def decide(
-    x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
+    x: Tensor,
+    live: Tensor,
+    entered: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    threshold: Tensor,
+    normed: bool,
+    gate: str,
+    handle: int | None = None,
 ) -> tuple[Rows, Tensor]:
     """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
-    normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0."""
+    normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0. A
+    kernel sets the `handle` of an IF node to their number."""
     if by_kernels(x):
-        rows, gates = kernels().decide(x, live, entered, weight, bias, threshold, normed, gate)
+        rows, gates = kernels().decide(x, live, entered, weight, bias, threshold, normed, gate, handle)
         return Rows(*rows), gates
     wide = x.float()
     wide = F.rms_norm(wide, wide.shape[-1:]) if normed else wide

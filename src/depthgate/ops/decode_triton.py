@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import core
 
 from depthgate.ops.linear_triton import (
     add_linear,
-    fetch_early,
     let_next_begin,
     linear,
     overlaps,
@@ -132,6 +132,21 @@ def _turned(a, b, norm, cos, sin, eps, half, half_mask, D: tl.constexpr):
 
 
 @triton.jit
+def _absorbed(qa, qb, ka, kb, values, there, best, weight, total):
+    """The largest score, the sum of weights and the weighted sum of values so far (M,), (M,), (M, d), with a tile of
+    entries: their keys (d/2, N), values (N, d), and which of them are real."""
+    z = tl.dot(qa, ka, input_precision="ieee")
+    z = tl.dot(qb, kb, z, input_precision="ieee")
+    z = tl.where(there[None, :], z, -float("inf"))
+    top = tl.maximum(best, tl.max(z, 1))
+    safe = tl.where(top == -float("inf"), 0.0, top)
+    p = tl.exp(z - safe[:, None])
+    shrink = tl.exp(best - safe)
+    total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
+    return top, weight * shrink + tl.sum(p, 1), total
+
+
+@triton.jit
 def _attend(
     qkv, places, many, cos, sin, q_norm, k_norm, eps, kv, stride, table, entries, lengths, last_key, part, sums, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SURE: tl.constexpr,
@@ -141,25 +156,39 @@ def _attend(
     g = tl.program_id(0) % G
     split = tl.program_id(1)
     let_next_begin(PDL)
-    if SURE and PDL:  # the first entries are those of the steps before
-        early = split * tl.cdiv(tl.cdiv(tl.load(lengths + i) + 1, BS), SPLITS) * BS
-        page = tl.load(table + i.to(tl.int64) * entries + tl.minimum(early // SIZE, entries - 1)).to(tl.int64)
-        LINE: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
-        lines = kv + page * stride + (g * SIZE + early % SIZE) * D
-        lines += tl.minimum(tl.arange(0, BS * BD // LINE) * LINE, BS * D - 1)
-        fetch_early(lines, PDL)
-        fetch_early(lines + G * SIZE * D, PDL)
-    wait_for_those_before(PDL)
-    if i >= tl.load(many):
-        return
-    row = tl.load(places + i).to(tl.int64)
-    length = tl.load(lengths + row)
+    if SURE:
+        row = i.to(tl.int64)
+    else:
+        wait_for_those_before(PDL)
+        if i >= tl.load(many):
+            return
+        row = tl.load(places + i).to(tl.int64)
     R: tl.constexpr = H // G
     HALF: tl.constexpr = D // 2
     h = tl.arange(0, BH)
     half = tl.arange(0, BD // 2)
     d = tl.arange(0, BD)
+    e = tl.arange(0, BS)
     some = half < HALF
+    # The tiles of entries that this split has, of all that the row will have with the new one.
+    length = tl.load(lengths + row)
+    tiles = tl.cdiv(tl.cdiv(length + 1, BS), SPLITS)
+    start = split * tiles * BS
+    end = tl.minimum(start + tiles * BS, length)
+    # The first tile is of steps before: where the row is sure to compute, it is read while the kernel before runs.
+    page = tl.load(table + row * entries + tl.minimum(start // SIZE, entries - 1)).to(tl.int64)
+    own_page = tl.load(table + row * entries + length // SIZE).to(tl.int64)
+    k = kv + page * stride + (g * SIZE + start % SIZE) * D
+    there = start + e < end
+    ka = tl.load(k + e[None, :] * D + half[:, None], there[None, :] & some[:, None], other=0.0)
+    kb = tl.load(k + e[None, :] * D + HALF + half[:, None], there[None, :] & some[:, None], other=0.0)
+    values = tl.load(
+        k + G * SIZE * D + e[:, None] * D + d[None, :], there[:, None] & (d < D)[None, :], other=0.0
+    )  # fmt: skip
+    if SURE:
+        wait_for_those_before(PDL)
+        if i >= tl.load(many):
+            return
     base = qkv + i.to(tl.int64) * (H + 2 * G) * D
     at = (g * R + h)[:, None] * D + half[None, :]
     q_mask = (h < R)[:, None] & some[None, :]
@@ -167,40 +196,29 @@ def _attend(
     s = tl.load(sin + row * HALF + half, some, other=0.0).to(tl.float32)[None, :]
     qa = tl.load(base + at, q_mask, other=0.0).to(tl.float32)
     qb = tl.load(base + at + HALF, q_mask, other=0.0).to(tl.float32)
+    one = tl.zeros((1,), tl.int32)[:, None] + half[None, :]
+    real = some[None, :]
+    new_a = tl.load(base + (H + g) * D + one, real, other=0.0).to(tl.float32)
+    new_b = tl.load(base + (H + g) * D + HALF + one, real, other=0.0).to(tl.float32)
+    value = tl.load(base + (H + G + g) * D + d, d < D, other=0.0)
     qa, qb = _turned(qa, qb, q_norm, c, s, eps, half, some, D)
     dtype = kv.dtype.element_ty
     qa, qb = (qa * scale).to(dtype), (qb * scale).to(dtype)
-    # The tiles of entries that this split has, of all that the row will have with the new one.
-    tiles = tl.cdiv(tl.cdiv(length + 1, BS), SPLITS)
-    start = split * tiles * BS
-    end = tl.minimum(start + tiles * BS, length)
     best = tl.full((BH,), -float("inf"), tl.float32)
     weight = tl.zeros((BH,), tl.float32)
     total = tl.zeros((BH, BD), tl.float32)
-    for t in range(start, end, BS):
-        j = t + tl.arange(0, BS)
-        there = j < end
+    best, weight, total = _absorbed(qa, qb, ka, kb, values, there, best, weight, total)
+    for t in range(start + BS, end, BS):
+        there = t + e < end
         page = tl.load(table + row * entries + t // SIZE).to(tl.int64)
         k = kv + page * stride + (g * SIZE + t % SIZE) * D
-        v = k + G * SIZE * D
-        e = tl.arange(0, BS)
         ka = tl.load(k + e[None, :] * D + half[:, None], there[None, :] & some[:, None], other=0.0)
         kb = tl.load(k + e[None, :] * D + HALF + half[:, None], there[None, :] & some[:, None], other=0.0)
-        z = tl.dot(qa, ka, input_precision="ieee")
-        z = tl.dot(qb, kb, z, input_precision="ieee")
-        z = tl.where(there[None, :], z, -float("inf"))
-        top = tl.maximum(best, tl.max(z, 1))
-        p = tl.exp(z - top[:, None])
-        shrink = tl.exp(best - top)
-        values = tl.load(v + e[:, None] * D + d[None, :], there[:, None] & (d < D)[None, :], other=0.0)
-        total = tl.dot(p.to(dtype), values, total * shrink[:, None], input_precision="ieee")
-        weight = weight * shrink + tl.sum(p, 1)
-        best = top
+        values = tl.load(
+            k + G * SIZE * D + e[:, None] * D + d[None, :], there[:, None] & (d < D)[None, :], other=0.0
+        )  # fmt: skip
+        best, weight, total = _absorbed(qa, qb, ka, kb, values, there, best, weight, total)
     if (length >= start) & (length < start + tiles * BS):  # the new token is this split's
-        one = tl.zeros((1,), tl.int32)[:, None] + half[None, :]
-        real = some[None, :]
-        new_a = tl.load(base + (H + g) * D + one, real, other=0.0).to(tl.float32)
-        new_b = tl.load(base + (H + g) * D + HALF + one, real, other=0.0).to(tl.float32)
         new_a, new_b = _turned(new_a, new_b, k_norm, c, s, eps, half, some, D)
         if last_key is not None:
             last = last_key + (row * G + g) * D + one
@@ -211,10 +229,7 @@ def _attend(
             tl.store(last, new_a.to(dtype), real)
             tl.store(last + HALF, new_b.to(dtype), real)
             new_a, new_b = tl.where(slow, old_a, new_a), tl.where(slow, old_b, new_b)
-        value = tl.load(base + (H + G + g) * D + d, d < D, other=0.0)
-        own = (
-            kv + tl.load(table + row * entries + length // SIZE).to(tl.int64) * stride + (g * SIZE + length % SIZE) * D
-        )
+        own = kv + own_page * stride + (g * SIZE + length % SIZE) * D
         tl.store(own + one, new_a.to(dtype), real)
         tl.store(own + HALF + one, new_b.to(dtype), real)
         tl.store(own + G * SIZE * D + d, value.to(dtype), d < D)
@@ -252,6 +267,13 @@ def _joined(
     tl.store(out + i.to(tl.int64) * D + d, y.to(out.dtype.element_ty), d < D)
 
 
+@core.extern
+def _set_conditional(handle, value, _semantic=None):  # type: ignore[no-untyped-def]
+    """Set the number that an IF node of the graph asks for. The driver has this function."""
+    types = {(core.dtype("int64"), core.dtype("int32")): ("cudaGraphSetConditional", core.dtype("int32"))}
+    return core.extern_elementwise("", "", [handle, value], types, is_pure=False, _semantic=_semantic)
+
+
 @triton.jit
 def _gate(score, GATE: tl.constexpr):
     safe = tl.minimum(tl.maximum(score, -1e4), 1e4)
@@ -265,9 +287,9 @@ def _gate(score, GATE: tl.constexpr):
         return safe * 0 + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["handle"])
 def _score(
-    x, weight, bias, scores, live, threshold, places, many, gates, entered, eps,
+    x, weight, bias, scores, live, threshold, places, many, gates, entered, handle, eps,
     K: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, ALONE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The scores of rows; a row that is alone is decided upon at once."""
@@ -287,13 +309,15 @@ def _score(
         tl.store(gates, _gate(score, GATE))
         tl.store(entered, wanted)
         tl.store(many, wanted)
+        if handle is not None:
+            _set_conditional(handle.to(tl.int64), wanted)
     else:
         tl.store(scores + b, score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["handle"])
 def _decide(
-    scores, live, threshold, places, many, gates, entered, B,
+    scores, live, threshold, places, many, gates, entered, handle, B,
     GATE: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
@@ -308,21 +332,34 @@ def _decide(
     tl.store(gates + to, _gate(score, GATE), b < B)
     tl.store(entered + b, wanted, there)
     tl.store(many, tl.sum(wanted, 0))
+    if handle is not None:
+        _set_conditional(handle.to(tl.int64), tl.sum(wanted, 0))
 
 
 def decide(
-    x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
+    x: Tensor,
+    live: Tensor,
+    entered: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    threshold: Tensor,
+    normed: bool,
+    gate: str,
+    handle: int | None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """`decode.decide`."""
     B, K = x.shape
     places, many = entered.new_empty(B, dtype=torch.int64), entered.new_empty(())
     scores, gates = torch.empty(2, B, device=x.device)
-    decision, how = (live, threshold, places, many, gates, entered), {"GATE": gate, **overlaps(x.device)}
+    decision, how = (live, threshold, places, many, gates, entered, handle), {"GATE": gate, **overlaps(x.device)}
     size = {"K": K, "BK": triton.next_power_of_2(K), "NORMED": normed, "ALONE": B == 1, "num_warps": 8}
     _score[(B,)](x, weight, bias, scores, *decision, torch.finfo(torch.float32).eps, **size, **how)
     if B > 1:
         _decide[(1,)](scores, *decision, B, BB=triton.next_power_of_2(B), num_warps=2, **how)
     return (places, many), gates
+
+
+_ENTRIES = 64  # of a tile
 
 
 def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: Any, splits: int) -> Tensor:
@@ -333,7 +370,7 @@ def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: 
     out = qkv.new_empty(B, H * d)
     eps = torch.finfo(qkv.dtype).eps if heads.eps is None else heads.eps
     size, wide = pages.kv.shape[3], max(32, triton.next_power_of_2(d))
-    tile, heads_tile, how = min(size, 64), max(16, triton.next_power_of_2(H // G)), overlaps(qkv.device)
+    tile, heads_tile, how = min(size, _ENTRIES), max(16, triton.next_power_of_2(H // G)), overlaps(qkv.device)
     _attend[(B * G, splits)](
         qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps, pages.kv, pages.kv.stride(0),
         pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part, sums, d**-0.5,

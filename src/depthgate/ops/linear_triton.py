@@ -37,15 +37,6 @@ def wait_for_those_before(PDL: tl.constexpr):
 
 
 @triton.jit
-def fetch_early(pointers, PDL: tl.constexpr):
-    """Ask for what lies at pointers, by lines of 128 bytes, before the wait."""
-    if PDL:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
 def _one_row(
     x, add, many, weight, norm, gates, out, eps, N,
     K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SURE: tl.constexpr,
@@ -123,18 +114,11 @@ def _ready(
 
 @triton.jit
 def _some_rows(
-    x, add, places, many, weight, gates, out, B, N,
-    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, EARLY: tl.constexpr,
+    x, add, places, many, weight, gates, out, part, turns, B, N,
+    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SPLITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(PDL)
-    if EARLY > 0:
-        LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-        some = tl.minimum(tl.program_id(0) * BN + tl.arange(0, BN), N - 1).to(tl.int64)
-        lines = weight + some[:, None] * K + tl.minimum(tl.arange(0, EARLY // LINE) * LINE, K - 1)[None, :]
-        fetch_early(lines, PDL)
-        if GLU:
-            fetch_early(lines + N.to(tl.int64) * K, PDL)
     wait_for_those_before(PDL)
     count = tl.load(many)
     first = tl.program_id(1) * BM
@@ -144,51 +128,66 @@ def _some_rows(
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     # Beyond the last row and column the last is read, so that no mask is needed; nothing is stored there.
-    source = x + tl.minimum(m, B - 1)[:, None].to(tl.int64) * K + k[None, :]
-    place = weight + tl.minimum(n, N - 1)[None, :].to(tl.int64) * K + k[:, None]
+    source = x + tl.minimum(m, B - 1)[None, :].to(tl.int64) * K + k[:, None]
+    place = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
     second = N.to(tl.int64) * K
-    total = tl.zeros((BM, BN), tl.float32)
-    total2 = tl.zeros((BM, BN), tl.float32)
-    for start in range(0, K, BK):
+    total = tl.zeros((BN, BM), tl.float32)
+    total2 = tl.zeros((BN, BM), tl.float32)
+    PER: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS * BK
+    begin = tl.program_id(2) * PER
+    for start in range(begin, tl.minimum(begin + PER, K), BK):
         if K % BK == 0:
             v = tl.load(source + start)
             w = tl.load(place + start)
         else:
-            v = tl.load(source + start, (start + k < K)[None, :], other=0.0)
-            w = tl.load(place + start, (start + k < K)[:, None], other=0.0)
-        total = tl.dot(v, w, total, input_precision="ieee")
+            v = tl.load(source + start, (start + k < K)[:, None], other=0.0)
+            w = tl.load(place + start, (start + k < K)[None, :], other=0.0)
+        total = tl.dot(w, v, total, input_precision="ieee")
         if GLU:
             if K % BK == 0:
                 w2 = tl.load(place + second + start)
             else:
-                w2 = tl.load(place + second + start, (start + k < K)[:, None], other=0.0)
-            total2 = tl.dot(v, w2, total2, input_precision="ieee")
+                w2 = tl.load(place + second + start, (start + k < K)[None, :], other=0.0)
+            total2 = tl.dot(w2, v, total2, input_precision="ieee")
+    real = (n < N)[:, None] & (m < count)[None, :]
+    at = m[None, :].to(tl.int64) * N + n[:, None]
+    if SPLITS > 1:  # the last of the programs that share a tile adds up what they found, always in one order
+        size = B.to(tl.int64) * N
+        mine = part + tl.program_id(2) * size * (1 + GLU) + at
+        tl.store(mine, total, real)
+        if GLU:
+            tl.store(mine + size, total2, real)
+        tl.debug_barrier()
+        turn = turns + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        if tl.atomic_add(turn, 1) < SPLITS - 1:
+            return
+        tl.store(turn, 0)
+        total = tl.zeros((BN, BM), tl.float32)
+        total2 = tl.zeros((BN, BM), tl.float32)
+        for split in range(SPLITS):
+            theirs = part + split * size * (1 + GLU) + at
+            total += tl.load(theirs, real, other=0.0, cache_modifier=".cg")
+            if GLU:
+                total2 += tl.load(theirs + size, real, other=0.0, cache_modifier=".cg")
     if GLU:
         total = total * tl.sigmoid(total) * total2
-    real = (m < count)[:, None] & (n < N)[None, :]
-    row = m
     if SCATTER:
-        row = tl.load(places + m, m < count, other=0)
-        total += tl.load(add + m[:, None].to(tl.int64) * N + n[None, :], real, other=0.0).to(tl.float32)
+        total += tl.load(add + at, real, other=0.0).to(tl.float32)
         if gates is not None:
-            total *= tl.load(gates + m, m < count, other=0.0)[:, None]
-    to = out + row[:, None].to(tl.int64) * N + n[None, :]
-    if SCATTER:
-        total += tl.load(to, real, other=0.0).to(tl.float32)
-    tl.store(to, total.to(out.dtype.element_ty), real)
+            total *= tl.load(gates + m, m < count, other=0.0)[None, :]
+        at = tl.load(places + m, m < count, other=0)[None, :] * N + n[:, None]
+        total += tl.load(out + at, real, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), real)
 
 
-def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
+def _tile(rows: int, N: int, K: int, itemsize: int) -> dict[str, int]:
     """Shape of a program's tile: enough bytes under way in as many programs as there are processors."""
     if rows == 1:
-        return {"BN": 4 if glu or N <= 4096 else 8, "BK": triton.next_power_of_2(min(K, 1024)), "num_warps": 4}
-    tile = {"BM": 16 if rows <= 16 else 64, "BN": 16 if glu or N <= 4096 else 32, "num_warps": 4}
+        return {"BN": 4, "BK": triton.next_power_of_2(min(K, 4096 // itemsize)), "num_warps": 4}
+    tile = {"BM": 16 if rows <= 16 else 64, "BN": 64, "num_warps": 4}
     if itemsize == 4:
-        return tile | {"BK": 32, "num_stages": 2}
-    return tile | {"BK": 128, "num_stages": 4}
-
-
-_EARLY = 2048  # entries of a row of weights that are asked for before the wait
+        return tile | {"BN": 32, "BK": 32, "num_stages": 2, "SPLITS": 1}
+    return tile | {"BK": 128, "num_stages": 4, "SPLITS": 4 if N <= 4096 else 1}
 
 
 def linear(
@@ -239,7 +238,7 @@ def _run_one_row(
     **how: bool,
 ) -> None:
     N, K = out.shape[1], weight.shape[1]
-    how |= _tile(1, N, K, how["GLU"], x.element_size()) | overlaps(x.device)
+    how |= _tile(1, N, K, x.element_size()) | overlaps(x.device)
     grid = (triton.cdiv(N, how["BN"]),)
     _one_row[grid](x, add, rows.many, weight, norm, gates, out, eps, N, K=K, SURE=rows.sure, **how)
 
@@ -248,7 +247,7 @@ def _run_some_rows(
     x: Tensor, add: Tensor | None, rows: Any, weight: Tensor, gates: Tensor | None, out: Tensor, **how: bool
 ) -> None:
     B, N, K = len(rows.places), out.shape[1], weight.shape[1]
-    how |= _tile(B, N, K, how["GLU"], x.element_size()) | overlaps(x.device)
-    grid = (triton.cdiv(N, how["BN"]), triton.cdiv(B, how["BM"]))
-    early = _EARLY if rows.sure and how["PDL"] else 0
-    _some_rows[grid](x, add, rows.places, rows.many, weight, gates, out, B, N, K=K, EARLY=early, **how)
+    how |= _tile(B, N, K, x.element_size()) | overlaps(x.device)
+    grid = (triton.cdiv(N, how["BN"]), triton.cdiv(B, how["BM"]), how["SPLITS"])
+    part = torch.empty(how["SPLITS"] if how["SPLITS"] > 1 else 0, 1 + how["GLU"], B, N, device=x.device)
+    _some_rows[grid](x, add, rows.places, rows.many, weight, gates, out, part, rows.turns, B, N, K=K, **how)
