@@ -75,33 +75,25 @@ def _calibrated(model: Decoder) -> None:
 def _timed(model: Decoder, batch: int, context: int, config: argparse.Namespace) -> dict[str, Any]:
     rows = _filled(model, batch, context)
     used = used_filters([Sampling(temperature=0.0)])
-    entered = []
     lengths = rows.lengths.clone()
-    times = []
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for step in range(config.warmup + config.steps):
         if step == config.warmup:
             rows.lengths.copy_(lengths)
             rows.pos.fill_(context)
-        rows.token.random_(model.config.vocab)
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
-        taken = rows.step(used, None)
-        ended.record()
-        if step >= config.warmup:
-            times.append((begun, ended))
-            entered.append(taken)
+            begun.record()
+        rows.token.random_(model.config.vocab)  # greedy tokens of random weights would soon repeat
+        rows.step(used, None)
+    ended.record()
     torch.cuda.synchronize()
-    ms = sorted(a.elapsed_time(b) for a, b in times)
-    share = (
-        torch.stack([each.record[2:].float().mean() for each in entered]).mean().item() if model.config.routed else 1.0
-    )
-    mean = sum(ms) / len(ms)
+    mean = begun.elapsed_time(ended) / config.steps
+    grown = (rows.lengths - lengths)[1:].float()
+    share = grown.mean().item() / config.steps if model.config.routed else 1.0
     weights = sum(
         w.numel() * w.element_size() for n, w in model.named_parameters() if n != "head.weight" or not model.config.tied
     )
     return {
         "ms": mean,
-        "median": ms[len(ms) // 2],
         "tokens_per_second": batch / mean * 1e3,
         "entered": share,
         "weights": weights,

@@ -48,6 +48,28 @@ def test_products(total, taken):
     near(out, theirs)
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_routed_layer_of_one_row(wanted):
+    torch.manual_seed(0)
+    new = torch.randn
+    for length, gate in product((0, 5, 40), ("one_plus_tanh", "raw")):
+        router = (new(48), new(1), torch.tensor([-1e9 if wanted else 1e9]), True, gate)
+        norms = [(torch.rand(48), 1e-5) for _ in range(2)]
+        layer = decode.Layer(router, norms[0], new(128, 48), new(48, 64), norms[1], new(72, 48), new(48, 36))
+        heads = decode.Heads(4, 2, 16, torch.rand(16), torch.rand(16), None)
+        kv, table = new(6, 2, 2, 16, 16), torch.tensor([[4, 1, 5, 2]]).int()
+        x, (cos, sin) = new(1, 48), new(2, 1, 8)
+        found = []
+        for module, live in ((decode, 1), (kernels, torch.tensor(1).int())):
+            pages = decode.Pages(kv.clone(), table, torch.tensor([length]).int(), torch.ones(1, 2, 16))
+            y, entered, turns = x.clone(), torch.zeros(1).int(), torch.zeros(1).int()
+            module.routed_layer(y, live, entered, turns, layer, cos, sin, heads, pages, 4)
+            found.append((y, pages.kv, pages.last_key, entered))
+        for ours, theirs in zip(*reversed(found), strict=True):
+            near(ours, theirs)
+        assert bool(found[0][3]) is wanted
+
+
 @pytest.mark.parametrize(("total", "taken"), TAKEN)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 24), (4, 4, 16)])
 def test_attention(total, taken, heads, kv_heads, dim):
@@ -99,11 +121,15 @@ def test_decisions_and_both_ends_of_a_step(total):
         old = [token, pos, pos + 1, torch.arange(4 * total).view(4, total).int(), torch.zeros(total, 30).bool()]
         new, record = torch.randint(30, (total,)), torch.randint(2, (5, total)).int()
         for alive in (total, 0):
-            ours, theirs = ([record.clone(), *(each.clone() for each in old)] for _ in range(2))
+            ring = torch.zeros(3, 5 * total).int(), torch.tensor(4)
+            ours, theirs = ([each.clone() for each in (record, *ring, *old)] for _ in range(2))
             kernels.finish(new, torch.tensor(alive, dtype=torch.int32), *ours)
             if alive:
                 decode.finish(new, alive, *theirs)
-            assert all(map(torch.equal, ours, theirs))
+                assert theirs[1][1].view(5, total)[0].tolist() == new.tolist()
+            assert all(map(torch.equal, ours[1:2], theirs[1:2]))
+            assert all(map(torch.equal, ours[3:], theirs[3:]))
+            assert int(ours[2]) == 5
 
 
 CASES = [("dense", "scores"), ("dense,mod", "threshold"), ("dense,mod", "predictor"), ("dense,random", "scores")]
@@ -119,8 +145,7 @@ def test_a_whole_step_with_more_rows_than_live_ones(pattern, rule, monkeypatch):
     for module in (decode, batch):
         monkeypatch.setattr(module, "by_kernels", lambda _: True)
     engine = Engine(model, rows=4, page=16, chunk=64)
-    body = engine.batch._body
-    monkeypatch.setattr(engine.batch, "_body", lambda rows, *how: body(1 << (rows - 1).bit_length(), *how))
+    monkeypatch.setattr(engine.batch, "_rows", lambda: 1 << (engine.batch.live - 1).bit_length())
     requests = [engine.submit(text, Sampling(seed=n, max_new_tokens=4, **how[n])) for n, text in enumerate(texts)]
     while engine.waiting or engine.running:
         engine.turn()

@@ -5,7 +5,6 @@ graph that is replayed, and nothing in it waits for the host: the engine can be 
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from depthgate.cache import LayerCache
 from depthgate.config import ROUTED_KINDS
-from depthgate.generation import conditional
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import Filters, as_numbers, pick, uniform
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
@@ -21,6 +19,7 @@ from depthgate.model import Decoder
 from depthgate.ops.attention import rotation, with_half_of
 from depthgate.ops.decode import (
     Heads,
+    Layer,
     Pages,
     Rows,
     add_linear,
@@ -33,6 +32,7 @@ from depthgate.ops.decode import (
     finish,
     likeliest,
     linear,
+    routed_layer,
 )
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
@@ -40,7 +40,7 @@ from depthgate.routing.routers import Scorer, TopTokens
 
 TRASH = 0  # the page of rows that hold nothing
 _TURNS = 4096  # tiles of a product whose programs may take turns
-_FEW = 16  # rows up to which it happens that none enters a layer
+RING = 16  # steps whose results are kept for the host
 _WARMUP = 2  # steps before a capture, in which kernels are compiled
 
 
@@ -58,19 +58,11 @@ class Likely(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a step found for each row."""
+    """What a step found for each row; on its way to the host, or there."""
 
     record: Tensor  # (2 + L, B) int32: tokens that come next; 1 where logits are numbers; routed layers entered, 1 or 0
     likely: Likely | None
-    ready: torch.cuda.Event | None = None  # where these are on their way to the host
-
-    def to_host(self) -> "Taken":
-        """Copies in the host's memory, without waiting for them."""
-        likely = None if self.likely is None else Likely(*map(_to_host, self.likely))
-        record = _to_host(self.record)
-        ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        ready.record()
-        return Taken(record, likely, ready)
+    ready: torch.cuda.Event | None
 
     def read(self) -> tuple[list[int], list[int], list[list[int]]]:
         """Tokens, whether their logits were numbers, and the routed layers that the tokens before them went through,
@@ -92,6 +84,7 @@ class _Layer(NamedTuple):
     kv: Tensor  # (P, 2, G, size, d)
     heads: Heads
     rule: tuple[Any, ...] | None  # what a kernel needs to decide
+    whole: Layer | None  # for a kernel that is a routed layer
 
 
 class Batch:
@@ -135,9 +128,11 @@ class Batch:
             where = (1 + before, routed_kv) if kinds[n] else (0, dense_kv[:, n - before])
             router = getattr(layer, "router", None)
             rule = simple_rule(router) if router is not None and by_kernels(weight) else None
-            self.layers.append(_Layer(block, router, *where, _heads(block), rule))
+            self.layers.append(_Layer(block, router, *where, _heads(block), rule, _whole(block, rule)))
         self.turns = zeros(_TURNS, dtype=torch.int32)
-        self._graphs: dict[tuple[Any, ...], Callable[[], Taken]] = {}
+        self.ring = torch.zeros(RING, (1 + groups) * rows, dtype=torch.int32, pin_memory=weight.is_cuda)
+        self.steps, self.begun = zeros(), 0  # on the device, and as the host counts
+        self._graphs: dict[tuple[Any, ...], Callable[[], Likely | None]] = {}
 
     def put(
         self,
@@ -191,16 +186,26 @@ class Batch:
 
     def step(self, used: tuple[bool, ...], top: int | None) -> Taken:
         """Read the last token of every row, and pick the next. `used`: the filters that a row has. `top`: also find the
-        log-probability of each token, and of so many of the likeliest."""
-        if self.device.type != "cuda":
-            return self._body(self.live, used, top)
-        B = min(1 << (self.live - 1).bit_length(), len(self.all_rows))
-        key = (B, used, top)
-        if key not in self._graphs:
-            self._graphs[key] = self._captured(*key)
-        return self._graphs[key]().to_host()
+        log-probability of each token, and of so many of the likeliest. What it found is kept for RING steps."""
+        B = self._rows()
+        if self.device.type == "cuda":
+            key = (B, used, top)
+            if key not in self._graphs:
+                self._graphs[key] = self._captured(*key)
+            likely, ready = self._graphs[key](), torch.cuda.Event()  # type: ignore[no-untyped-call]
+            likely = None if likely is None else Likely(*map(_to_host, likely))
+            ready.record()
+        else:
+            likely, ready = self._body(B, used, top), None
+        record = self.ring[self.begun % RING, : (1 + len(self.lengths)) * B].view(-1, B)
+        self.begun += 1
+        return Taken(record, likely, ready)
 
-    def _captured(self, B: int, used: tuple[bool, ...], top: int | None) -> Callable[[], Taken]:
+    def _rows(self) -> int:
+        """Rows of a step: there are graphs for powers of two."""
+        return min(1 << (self.live - 1).bit_length(), len(self.all_rows)) if self.all_rows.is_cuda else self.live
+
+    def _captured(self, B: int, used: tuple[bool, ...], top: int | None) -> Callable[[], Likely | None]:
         """The step of the first B rows as a CUDA graph."""
         kept = [
             self.token,
@@ -208,6 +213,7 @@ class Batch:
             self.drawn,
             self.lengths,
             self.seen,
+            self.steps,
             *(k for k in self.last_keys if k is not None),
         ]
         before = [each.clone() for each in kept]
@@ -219,22 +225,18 @@ class Batch:
                 for each, old in zip(kept, before, strict=True):
                     each.copy_(old)
         torch.cuda.current_stream().wait_stream(stream)
-        branches = conditional.Branches() if B <= _FEW and conditional.available() else None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = self._body(B, used, top, branches)
+            found = self._body(B, used, top)
 
-        def replay(_kept: Any = branches) -> Taken:
+        def replay() -> Likely | None:
             graph.replay()
             return found
 
         return replay
 
-    def _body(
-        self, B: int, used: tuple[bool, ...], top: int | None, branches: conditional.Branches | None = None
-    ) -> Taken:
-        """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are. With branches
-        a layer that no row enters costs its decision alone; without them its kernels begin, and end at once."""
+    def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Likely | None:
+        """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
         model, pos, token, lengths = self.model, self.pos[:B], self.token[:B], self.lengths[:, :B]
         x, cos, sin = begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
         all_rows = Rows(self.all_rows[:B], self.alive, sure=True, turns=self.turns) if by_kernels(x) else None
@@ -243,12 +245,15 @@ class Batch:
             if layer.router is None:
                 self._add_update(n, x, all_rows, None, cos, sin)
                 continue
-            able = branches is not None and layer.rule is not None and isinstance(layer.block.ffn, SwiGLU)
-            handle = branches.new_handle() if able else None
-            rows, gates = self._decide(layer, x, pos, record[1 + layer.group], handle)
+            entered = record[1 + layer.group]
+            if B == 1 and layer.whole is not None:
+                pages = self._pages(n, B)
+                turns, splits = self.turns[-1:], _splits(B)
+                routed_layer(x, self.alive, entered, turns, layer.whole, cos, sin, layer.heads, pages, splits)
+                continue
+            rows, gates = self._decide(layer, x, pos, entered)
             if len(rows.places):
-                with branches.only_if(handle) if able else nullcontext():
-                    self._add_update(n, x, rows, gates, cos, sin)
+                self._add_update(n, x, rows, gates, cos, sin)
         logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         if any(used):
             numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
@@ -256,15 +261,14 @@ class Batch:
             record[1] = logits.amax(-1).isfinite()
         else:
             tokens = likeliest(logits, record[1])
-        finish(tokens, self.alive, record, token, pos, self.drawn[:B], lengths, self.seen[:B])
-        return Taken(record, likely(logits, tokens, top))
+        state = self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
+        finish(tokens, self.alive, record, *state)
+        return likely(logits, tokens, top)
 
-    def _decide(
-        self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor, handle: int | None
-    ) -> tuple[Rows, Tensor]:
+    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:
         """The rows of x that a routed layer takes, and their gates; `entered` (B,) gets 1 or 0."""
         if layer.rule is not None:
-            rows, gates = decide(x, self.alive, entered, *layer.rule, handle)
+            rows, gates = decide(x, self.alive, entered, *layer.rule)
             return rows._replace(turns=self.turns), gates
         wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
         wanted = wanted & (self.all_rows[: len(x)] < self.alive)
@@ -272,16 +276,17 @@ class Batch:
         rows, gates = chosen_rows(wanted, gates)
         return rows._replace(turns=self.turns), gates
 
+    def _pages(self, n: int, B: int) -> Pages:
+        layer, last_key = self.layers[n], self.last_keys[n]
+        last_key = None if last_key is None else last_key[:B]
+        return Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
+
     def _add_update(self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor) -> None:
         """Add the update of a layer to its rows of x."""
-        layer, B, last_key = self.layers[n], len(x), self.last_keys[n]
+        layer = self.layers[n]
         block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
-        last_key = None if last_key is None else last_key[:B]
-        pages = Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
         qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        # As the tiles of `linear` have it: in all batches of one tile a row's sums have one order.
-        splits = 64 if B == 1 else 16 if B <= 16 else 4
-        attended = attend(qkv, rows, cos, sin, layer.heads, pages, splits)
+        attended = attend(qkv, rows, cos, sin, layer.heads, self._pages(n, len(x)), _splits(len(x)))
         attended = linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):
@@ -302,6 +307,20 @@ def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
     logprobs = logits.log_softmax(-1)
     best = logprobs.topk(min(top, logits.shape[1]), -1)
     return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
+
+
+def _splits(rows: int) -> int:
+    """Parts of a row's entries that are read side by side. As many in all batches of one tile of the products: a
+    row's sums have one order there."""
+    return 64 if rows == 1 else 16 if rows <= 16 else 2
+
+
+def _whole(block: Block, rule: tuple[Any, ...] | None) -> Layer | None:
+    attention, ffn, norm, up_norm = block.attention, block.ffn, block.attention_norm, block.ffn_norm
+    if rule is None or not isinstance(ffn, SwiGLU):
+        return None
+    norms = (norm.weight, norm.eps), (up_norm.weight, up_norm.eps)
+    return Layer(rule, norms[0], attention.qkv.weight, attention.out.weight, norms[1], ffn.up.weight, ffn.down.weight)
 
 
 def _heads(block: Block) -> Heads:

@@ -60,6 +60,18 @@ class Pages(NamedTuple):
         return kv[:, 0, :, :most], kv[:, 1, :, :most]
 
 
+class Layer(NamedTuple):
+    """Weights of a routed layer with a SwiGLU; norms with their eps."""
+
+    router: tuple[Tensor, Tensor, Tensor, bool, str]  # as `decide` takes it
+    norm: tuple[Tensor, float | None]
+    qkv: Tensor
+    out: Tensor
+    up_norm: tuple[Tensor, float | None]
+    up: Tensor
+    down: Tensor
+
+
 def begin(
     embedding: Tensor, token: Tensor, normed: bool, pos: Tensor, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,25 +97,30 @@ def finish(
     tokens: Tensor,
     live: Tensor,
     record: Tensor,
+    ring: Tensor,
+    steps: Tensor,
     token: Tensor,
     pos: Tensor,
     drawn: Tensor,
     lengths: Tensor,
     seen: Tensor,
 ) -> None:
-    """Write a step down, for the first `live` rows: the tokens (B,) that come next, also in `record` (2 + L, B), whose
-    last rows have 1 where a routed layer was entered, and in `seen` (B, V); positions, numbers drawn (B,) and `lengths`
-    (1 + L, B) grow by one, those of routed layers where they were entered."""
+    """Write a step down, for the first `live` rows: the tokens (B,) that come next, also in `seen` (B, V); positions,
+    numbers drawn (B,) and `lengths` (1 + L, B) grow by one, those of routed layers where they were entered.
+
+    The second row of `record` (2 + L, B) has 0 where logits are not numbers, those after it 1 where a routed layer was
+    entered. With the tokens as its first row it goes to the host: into place `steps` of a `ring` (R, n), round and
+    round. Then `steps` () grows by one."""
     if by_kernels(tokens):
-        kernels().finish(tokens, live, record, token, pos, drawn, lengths, seen)
+        kernels().finish(tokens, live, record, ring, steps, token, pos, drawn, lengths, seen)
         return
     record[0] = tokens
+    ring[int(steps) % len(ring), : record.numel()] = record.flatten()
     token.copy_(tokens)
     seen.scatter_(1, tokens[:, None], True)
-    pos += 1
-    drawn += 1
-    lengths[0] += 1
     lengths[1:] += record[2:]
+    for each in (steps, pos, drawn, lengths[0]):
+        each += 1
 
 
 def linear(
@@ -197,13 +214,11 @@ def decide(
     threshold: Tensor,
     normed: bool,
     gate: str,
-    handle: int | None = None,
 ) -> tuple[Rows, Tensor]:
     """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
-    normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0. A
-    kernel sets the `handle` of an IF node to their number."""
+    normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0."""
     if by_kernels(x):
-        rows, gates = kernels().decide(x, live, entered, weight, bias, threshold, normed, gate, handle)
+        rows, gates = kernels().decide(x, live, entered, weight, bias, threshold, normed, gate)
         return Rows(*rows), gates
     wide = x.float()
     wide = F.rms_norm(wide, wide.shape[-1:]) if normed else wide
@@ -213,6 +228,31 @@ def decide(
     gates = {"one_plus_tanh": 1 + safe.tanh(), "sigmoid": safe.sigmoid(), "raw": safe}.get(gate, torch.ones_like(safe))
     entered.copy_(wanted)
     return chosen_rows(wanted, gates)
+
+
+def routed_layer(
+    x: Tensor,
+    live: Tensor,
+    entered: Tensor,
+    turns: Tensor,
+    layer: Layer,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Heads,
+    pages: Pages,
+    splits: int,
+) -> None:
+    """Decide on the one row of x (1, D), and add the layer's update where it enters. `entered` (1,) gets 1 or 0. In
+    `turns` (1,) programs of a kernel wait for each other."""
+    if by_kernels(x):
+        kernels().routed_layer(x, live, entered, turns, layer, cos, sin, heads, pages, splits)
+        return
+    rows, gates = decide(x, live, entered, *layer.router)
+    if len(rows.places):
+        qkv = linear(x, rows, layer.qkv, norm=layer.norm[0], eps=layer.norm[1])
+        attended = linear(attend(qkv, rows, cos, sin, heads, pages, splits), rows, layer.out, gather=False)
+        hidden = linear(x, rows, layer.up, add=attended, norm=layer.up_norm[0], eps=layer.up_norm[1], glu=True)
+        add_linear(x, rows, layer.down, hidden, attended, gates)
 
 
 def chosen_rows(wanted: Tensor, gates: Tensor) -> tuple[Rows, Tensor]:

@@ -10,17 +10,22 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language import core
 
+from depthgate.ops.attend_triton import attend, attend_part, join_part, sizes
 from depthgate.ops.linear_triton import (
     add_linear,
+    eps_of,
+    first_weights,
     let_next_begin,
     linear,
+    one_row,
     overlaps,
     wait_for_those_before,
 )
 
-__all__ = ["add_linear", "attend", "begin", "decide", "finish", "likeliest", "linear"]
+__all__ = ["add_linear", "attend", "begin", "decide", "finish", "likeliest", "linear", "routed_layer"]
+
+_EPS = torch.finfo(torch.float32).eps  # of a router's norm
 
 
 @triton.jit
@@ -85,15 +90,18 @@ def likeliest(logits: Tensor, finite: Tensor) -> Tensor:
 
 @triton.jit
 def _finish(
-    tokens, live, record, token, pos, drawn, lengths, seen, B, stride, V,
-    L: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+    tokens, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size,
+    L: tl.constexpr, RING: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
     let_next_begin(PDL)
     wait_for_those_before(PDL)
     there = b < tl.load(live)
+    step = tl.load(steps)
+    place = ring + (step % RING) * size + b
     new = tl.load(tokens + b, there, other=0)
-    tl.store(record + b, new.to(tl.int32), there)
+    tl.store(place, new.to(tl.int32), there)
+    tl.store(place + B, tl.load(record + B + b, there, other=0), there)
     tl.store(token + b, new, there)
     tl.store(seen + b.to(tl.int64) * V + new, 1, there)
     tl.store(pos + b, tl.load(pos + b, there, other=0) + 1, there)
@@ -101,13 +109,19 @@ def _finish(
     tl.store(lengths + b, tl.load(lengths + b, there, other=0) + 1, there)
     for n in range(L):
         at = lengths + (n + 1) * stride + b
-        tl.store(at, tl.load(at, there, other=0) + tl.load(record + (2 + n) * B + b, there, other=0), there)
+        entered = tl.load(record + (2 + n) * B + b, there, other=0)
+        tl.store(at, tl.load(at, there, other=0) + entered, there)
+        tl.store(place + (2 + n) * B, entered, there)
+    tl.debug_barrier()
+    tl.store(steps, step + 1)
 
 
 def finish(
     tokens: Tensor,
     live: Tensor,
     record: Tensor,
+    ring: Tensor,
+    steps: Tensor,
     token: Tensor,
     pos: Tensor,
     drawn: Tensor,
@@ -116,162 +130,9 @@ def finish(
 ) -> None:
     """`decode.finish`."""
     B, marks = len(tokens), seen.view(torch.int8)
-    how = {"L": len(record) - 2, "BB": triton.next_power_of_2(B), **overlaps(tokens.device)}
-    strides = lengths.stride(0), marks.stride(0)
-    _finish[(1,)](tokens, live, record, token, pos, drawn, lengths, marks, B, *strides, **how)
-
-
-@triton.jit
-def _turned(a, b, norm, cos, sin, eps, half, half_mask, D: tl.constexpr):
-    """The halves of heads (M, d/2), normalised and turned."""
-    if norm is not None:
-        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
-        a = a * scale * tl.load(norm + half, half_mask, other=0.0).to(tl.float32)[None, :]
-        b = b * scale * tl.load(norm + D // 2 + half, half_mask, other=0.0).to(tl.float32)[None, :]
-    return a * cos - b * sin, b * cos + a * sin
-
-
-@triton.jit
-def _absorbed(qa, qb, ka, kb, values, there, best, weight, total):
-    """The largest score, the sum of weights and the weighted sum of values so far (M,), (M,), (M, d), with a tile of
-    entries: their keys (d/2, N), values (N, d), and which of them are real."""
-    z = tl.dot(qa, ka, input_precision="ieee")
-    z = tl.dot(qb, kb, z, input_precision="ieee")
-    z = tl.where(there[None, :], z, -float("inf"))
-    top = tl.maximum(best, tl.max(z, 1))
-    safe = tl.where(top == -float("inf"), 0.0, top)
-    p = tl.exp(z - safe[:, None])
-    shrink = tl.exp(best - safe)
-    total = tl.dot(p.to(values.dtype), values, total * shrink[:, None], input_precision="ieee")
-    return top, weight * shrink + tl.sum(p, 1), total
-
-
-@triton.jit
-def _attend(
-    qkv, places, many, cos, sin, q_norm, k_norm, eps, kv, stride, table, entries, lengths, last_key, part, sums, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SURE: tl.constexpr,
-    BH: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0) // G
-    g = tl.program_id(0) % G
-    split = tl.program_id(1)
-    let_next_begin(PDL)
-    if SURE:
-        row = i.to(tl.int64)
-    else:
-        wait_for_those_before(PDL)
-        if i >= tl.load(many):
-            return
-        row = tl.load(places + i).to(tl.int64)
-    R: tl.constexpr = H // G
-    HALF: tl.constexpr = D // 2
-    h = tl.arange(0, BH)
-    half = tl.arange(0, BD // 2)
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BS)
-    some = half < HALF
-    # The tiles of entries that this split has, of all that the row will have with the new one.
-    length = tl.load(lengths + row)
-    tiles = tl.cdiv(tl.cdiv(length + 1, BS), SPLITS)
-    start = split * tiles * BS
-    end = tl.minimum(start + tiles * BS, length)
-    # The first tile is of steps before: where the row is sure to compute, it is read while the kernel before runs.
-    page = tl.load(table + row * entries + tl.minimum(start // SIZE, entries - 1)).to(tl.int64)
-    own_page = tl.load(table + row * entries + length // SIZE).to(tl.int64)
-    k = kv + page * stride + (g * SIZE + start % SIZE) * D
-    there = start + e < end
-    ka = tl.load(k + e[None, :] * D + half[:, None], there[None, :] & some[:, None], other=0.0)
-    kb = tl.load(k + e[None, :] * D + HALF + half[:, None], there[None, :] & some[:, None], other=0.0)
-    values = tl.load(
-        k + G * SIZE * D + e[:, None] * D + d[None, :], there[:, None] & (d < D)[None, :], other=0.0
-    )  # fmt: skip
-    if SURE:
-        wait_for_those_before(PDL)
-        if i >= tl.load(many):
-            return
-    base = qkv + i.to(tl.int64) * (H + 2 * G) * D
-    at = (g * R + h)[:, None] * D + half[None, :]
-    q_mask = (h < R)[:, None] & some[None, :]
-    c = tl.load(cos + row * HALF + half, some, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + row * HALF + half, some, other=0.0).to(tl.float32)[None, :]
-    qa = tl.load(base + at, q_mask, other=0.0).to(tl.float32)
-    qb = tl.load(base + at + HALF, q_mask, other=0.0).to(tl.float32)
-    one = tl.zeros((1,), tl.int32)[:, None] + half[None, :]
-    real = some[None, :]
-    new_a = tl.load(base + (H + g) * D + one, real, other=0.0).to(tl.float32)
-    new_b = tl.load(base + (H + g) * D + HALF + one, real, other=0.0).to(tl.float32)
-    value = tl.load(base + (H + G + g) * D + d, d < D, other=0.0)
-    qa, qb = _turned(qa, qb, q_norm, c, s, eps, half, some, D)
-    dtype = kv.dtype.element_ty
-    qa, qb = (qa * scale).to(dtype), (qb * scale).to(dtype)
-    best = tl.full((BH,), -float("inf"), tl.float32)
-    weight = tl.zeros((BH,), tl.float32)
-    total = tl.zeros((BH, BD), tl.float32)
-    best, weight, total = _absorbed(qa, qb, ka, kb, values, there, best, weight, total)
-    for t in range(start + BS, end, BS):
-        there = t + e < end
-        page = tl.load(table + row * entries + t // SIZE).to(tl.int64)
-        k = kv + page * stride + (g * SIZE + t % SIZE) * D
-        ka = tl.load(k + e[None, :] * D + half[:, None], there[None, :] & some[:, None], other=0.0)
-        kb = tl.load(k + e[None, :] * D + HALF + half[:, None], there[None, :] & some[:, None], other=0.0)
-        values = tl.load(
-            k + G * SIZE * D + e[:, None] * D + d[None, :], there[:, None] & (d < D)[None, :], other=0.0
-        )  # fmt: skip
-        best, weight, total = _absorbed(qa, qb, ka, kb, values, there, best, weight, total)
-    if (length >= start) & (length < start + tiles * BS):  # the new token is this split's
-        new_a, new_b = _turned(new_a, new_b, k_norm, c, s, eps, half, some, D)
-        if last_key is not None:
-            last = last_key + (row * G + g) * D + one
-            slow = (half >= HALF // 2)[None, :] & (length > 0)
-            old_a = tl.load(last, real, other=0.0).to(tl.float32)
-            old_b = tl.load(last + HALF, real, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # several threads load the same key: all of them before one stores
-            tl.store(last, new_a.to(dtype), real)
-            tl.store(last + HALF, new_b.to(dtype), real)
-            new_a, new_b = tl.where(slow, old_a, new_a), tl.where(slow, old_b, new_b)
-        own = kv + own_page * stride + (g * SIZE + length % SIZE) * D
-        tl.store(own + one, new_a.to(dtype), real)
-        tl.store(own + HALF + one, new_b.to(dtype), real)
-        tl.store(own + G * SIZE * D + d, value.to(dtype), d < D)
-        seen_a, seen_b = new_a.to(dtype).to(tl.float32), new_b.to(dtype).to(tl.float32)
-        score = tl.sum(qa.to(tl.float32) * seen_a + qb.to(tl.float32) * seen_b, 1)
-        highest = tl.maximum(best, score)
-        share = tl.exp(score - highest)
-        less = tl.exp(best - highest)
-        total = total * less[:, None] + share[:, None] * value.to(tl.float32)[None, :]
-        weight = weight * less + share
-        best = highest
-    to = ((i * H + g * R + h) * SPLITS + split).to(tl.int64)
-    tl.store(part + to[:, None] * D + d[None, :], total, (h < R)[:, None] & (d < D)[None, :])
-    tl.store(sums + to * 2, best, h < R)
-    tl.store(sums + to * 2 + 1, weight, h < R)
-
-
-@triton.jit
-def _joined(
-    part, sums, out, many,
-    H: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The splits of a head, together."""
-    i = tl.program_id(0)
-    let_next_begin(PDL)
-    wait_for_those_before(PDL)
-    if i // H >= tl.load(many):
-        return
-    s = i.to(tl.int64) * SPLITS + tl.arange(0, SPLITS)
-    d = tl.arange(0, BD)
-    best = tl.load(sums + s * 2)
-    share = tl.exp(best - tl.max(best, 0))
-    total = tl.load(part + s[:, None] * D + d[None, :], (d < D)[None, :], other=0.0)
-    y = tl.sum(total * share[:, None], 0) / tl.sum(tl.load(sums + s * 2 + 1) * share, 0)
-    tl.store(out + i.to(tl.int64) * D + d, y.to(out.dtype.element_ty), d < D)
-
-
-@core.extern
-def _set_conditional(handle, value, _semantic=None):  # type: ignore[no-untyped-def]
-    """Set the number that an IF node of the graph asks for. The driver has this function."""
-    types = {(core.dtype("int64"), core.dtype("int32")): ("cudaGraphSetConditional", core.dtype("int32"))}
-    return core.extern_elementwise("", "", [handle, value], types, is_pure=False, _semantic=_semantic)
+    how = {"L": len(record) - 2, "RING": len(ring), "BB": triton.next_power_of_2(B), **overlaps(tokens.device)}
+    strides = lengths.stride(0), marks.stride(0), ring.stride(0)
+    _finish[(1,)](tokens, live, record, ring, steps, token, pos, drawn, lengths, marks, B, *strides, **how)
 
 
 @triton.jit
@@ -287,37 +148,30 @@ def _gate(score, GATE: tl.constexpr):
         return safe * 0 + 1
 
 
-@triton.jit(do_not_specialize=["handle"])
-def _score(
-    x, weight, bias, scores, live, threshold, places, many, gates, entered, handle, eps,
-    K: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr, ALONE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """The scores of rows; a row that is alone is decided upon at once."""
-    b = tl.program_id(0)
+@triton.jit
+def _scored(b, x, w, bias, eps, K: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr):
+    """The score of a row by weights that were loaded."""
     k = tl.arange(0, BK)
-    let_next_begin(PDL)
-    w = tl.load(weight + k, k < K, other=0.0)
-    wait_for_those_before(PDL)
     v = tl.load(x + b.to(tl.int64) * K + k, k < K, other=0.0).to(tl.float32)
     score = tl.sum(v * w, 0)
     if NORMED:
         score *= tl.rsqrt(tl.sum(v * v, 0) / K + eps)
-    score += tl.load(bias)
-    if ALONE:
-        wanted = ((tl.load(live) > 0) & (score - tl.load(threshold) >= 0)).to(tl.int32)
-        tl.store(places, 0)
-        tl.store(gates, _gate(score, GATE))
-        tl.store(entered, wanted)
-        tl.store(many, wanted)
-        if handle is not None:
-            _set_conditional(handle.to(tl.int64), wanted)
-    else:
-        tl.store(scores + b, score)
+    return score + tl.load(bias)
 
 
-@triton.jit(do_not_specialize=["handle"])
+@triton.jit
+def _score(
+    x, weight, bias, scores, eps, K: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    let_next_begin(PDL)
+    w = tl.load(weight + tl.arange(0, BK), tl.arange(0, BK) < K, other=0.0)
+    wait_for_those_before(PDL)
+    tl.store(scores + tl.program_id(0), _scored(tl.program_id(0), x, w, bias, eps, K, NORMED, BK))
+
+
+@triton.jit
 def _decide(
-    scores, live, threshold, places, many, gates, entered, handle, B,
+    scores, live, threshold, places, many, gates, entered, B,
     GATE: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
@@ -332,8 +186,6 @@ def _decide(
     tl.store(gates + to, _gate(score, GATE), b < B)
     tl.store(entered + b, wanted, there)
     tl.store(many, tl.sum(wanted, 0))
-    if handle is not None:
-        _set_conditional(handle.to(tl.int64), tl.sum(wanted, 0))
 
 
 def decide(
@@ -345,36 +197,108 @@ def decide(
     threshold: Tensor,
     normed: bool,
     gate: str,
-    handle: int | None,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """`decode.decide`."""
     B, K = x.shape
     places, many = entered.new_empty(B, dtype=torch.int64), entered.new_empty(())
     scores, gates = torch.empty(2, B, device=x.device)
-    decision, how = (live, threshold, places, many, gates, entered, handle), {"GATE": gate, **overlaps(x.device)}
-    size = {"K": K, "BK": triton.next_power_of_2(K), "NORMED": normed, "ALONE": B == 1, "num_warps": 8}
-    _score[(B,)](x, weight, bias, scores, *decision, torch.finfo(torch.float32).eps, **size, **how)
-    if B > 1:
-        _decide[(1,)](scores, *decision, B, BB=triton.next_power_of_2(B), num_warps=2, **how)
+    how = overlaps(x.device)
+    size = {"K": K, "BK": triton.next_power_of_2(K), "NORMED": normed, "num_warps": 8}
+    _score[(B,)](x, weight, bias, scores, _EPS, **size, **how)
+    block = triton.next_power_of_2(B)
+    _decide[(1,)](scores, live, threshold, places, many, gates, entered, B, GATE=gate, BB=block, num_warps=2, **how)
     return (places, many), gates
 
 
-_ENTRIES = 64  # of a tile
+@triton.jit
+def _wait_for_all(turns):
+    """Wait until all programs of the kernel are here. Those of a cooperative launch run at the same time."""
+    tl.debug_barrier()
+    first = tl.program_id(0) == 0
+    mine = tl.atomic_add(turns, tl.where(first, 0x7FFFFFFF - tl.num_programs(0) + 2, 1), sem="release")
+    turned = False
+    while not turned:  # the sign changes when the last of them has come
+        turned = (mine ^ tl.atomic_add(turns, 0, sem="acquire")) < 0
+    tl.debug_barrier()
 
 
-def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: Any, splits: int) -> Tensor:
-    """`decode.attend`, by `splits` programs for each row and head of keys."""
-    B, H, G, d = len(rows.places), heads.heads, heads.kv_heads, heads.dim
-    part = torch.empty(B * H * splits, d, dtype=torch.float32, device=qkv.device)
-    sums = torch.empty(B * H * splits, 2, dtype=torch.float32, device=qkv.device)
-    out = qkv.new_empty(B, H * d)
-    eps = torch.finfo(qkv.dtype).eps if heads.eps is None else heads.eps
-    size, wide = pages.kv.shape[3], max(32, triton.next_power_of_2(d))
-    tile, heads_tile, how = min(size, _ENTRIES), max(16, triton.next_power_of_2(H // G)), overlaps(qkv.device)
-    _attend[(B * G, splits)](
-        qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps, pages.kv, pages.kv.stride(0),
-        pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part, sums, d**-0.5,
-        H=H, G=G, D=d, SIZE=size, SPLITS=splits, SURE=rows.sure, BH=heads_tile, BS=tile, BD=wide, num_warps=4, **how
+@triton.jit
+def _routed_layer(
+    x, live, entered, router, bias, threshold, turns, norm, qkv_weight, qkv, eps, cos, sin, q_norm, k_norm, head_eps,
+    kv, stride, table, entries, lengths, last_key, part, sums, scale, heads, out_weight, attended, up_norm, up_weight,
+    hidden, up_eps, down_weight, router_eps, N_QKV, N_OUT, N_UP,
+    K: tl.constexpr, KH: tl.constexpr, KU: tl.constexpr, NORMED: tl.constexpr, GATE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr,
+    BH: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(PDL)
+    pid = tl.program_id(0)
+    router_row = tl.load(router + tl.arange(0, BK), tl.arange(0, BK) < K, other=0.0)
+    wait_for_those_before(PDL)
+    score = _scored(pid * 0, x, router_row, bias, router_eps, K, NORMED, BK)
+    wanted = (tl.load(live) > 0) & (score - tl.load(threshold) >= 0)
+    if pid == 0:
+        tl.store(entered, wanted.to(tl.int32))
+    if not wanted:
+        return
+    every = tl.num_programs(0)
+    for n in range(pid, tl.cdiv(N_QKV, BN), every):
+        w, w2 = first_weights(n, qkv_weight, N_QKV, K, False, BN, BW)
+        one_row(n, w, w2, x, None, qkv_weight, norm, None, qkv, eps, N_QKV, K, False, False, BN, BW)
+    _wait_for_all(turns)
+    for n in range(pid, G * SPLITS, every):
+        attend_part(
+            pid * 0, (pid * 0).to(tl.int64), n % G, n // G, None, qkv, cos, sin, q_norm, k_norm, head_eps, kv, stride,
+            table, entries, lengths, last_key, part, sums, scale, H, G, D, SIZE, SPLITS, BH, BS, BD,
+        )  # fmt: skip
+    _wait_for_all(turns)
+    for n in range(pid, H, every):
+        join_part(n, part, sums, heads, True, D, SPLITS, 0, BD)
+    _wait_for_all(turns)
+    for n in range(pid, tl.cdiv(N_OUT, BN), every):
+        w, w2 = first_weights(n, out_weight, N_OUT, KH, False, BN, BW)
+        one_row(n, w, w2, heads, None, out_weight, None, None, attended, eps, N_OUT, KH, False, False, BN, BW)
+    _wait_for_all(turns)
+    for n in range(pid, tl.cdiv(N_UP, BN), every):
+        w, w2 = first_weights(n, up_weight, N_UP, K, True, BN, BW)
+        one_row(n, w, w2, x, attended, up_weight, up_norm, None, hidden, up_eps, N_UP, K, True, False, BN, BW)
+    _wait_for_all(turns)
+    gate = _gate(score, GATE)
+    for n in range(pid, tl.cdiv(N_OUT, BN), every):
+        w, w2 = first_weights(n, down_weight, N_OUT, KU, False, BN, BW)
+        one_row(n, w, w2, hidden, attended, down_weight, None, gate, x, eps, N_OUT, KU, False, True, BN, BW)
+
+
+def routed_layer(
+    x: Tensor,
+    live: Tensor,
+    entered: Tensor,
+    turns: Tensor,
+    layer: Any,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Any,
+    pages: Any,
+    splits: int,
+) -> None:
+    """`decode.routed_layer`. One kernel, whose programs wait for each other between the layer's parts: where the row
+    does not enter, no other begins."""
+    weight, bias, threshold, normed, gate = layer.router
+    K, KH, KU, itemsize = x.shape[1], layer.out.shape[1], layer.down.shape[1], x.element_size()
+    part, sums = (torch.empty(heads.heads * splits, n, device=x.device) for n in (heads.dim, 2))
+    qkv, joined, hidden = (x.new_empty(1, n) for n in (len(layer.qkv), KH, KU))
+    attended = torch.empty_like(x)
+    norm, up_norm = ((each[0], eps_of(x, each[1])) for each in (layer.norm, layer.up_norm))
+    cuda = x.is_cuda
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if cuda else 1
+    how = {"launch_cooperative_grid": True} if cuda else {}
+    _routed_layer[(programs,)](
+        x, live, entered, weight, bias, threshold, turns, norm[0], layer.qkv, qkv, norm[1], cos, sin,
+        heads.q_norm, heads.k_norm, eps_of(x, heads.eps), pages.kv, pages.kv.stride(0), pages.table,
+        pages.table.stride(0), pages.lengths, pages.last_key, part, sums, heads.dim**-0.5, joined, layer.out, attended, up_norm[0],
+        layer.up, hidden, up_norm[1], layer.down, _EPS, len(layer.qkv), K, KU,
+        K=K, KH=KH, KU=KU, NORMED=normed, GATE=gate, BK=triton.next_power_of_2(K), BN=8,
+        BW=triton.next_power_of_2(min(K, 4096 // itemsize)), num_warps=8, **sizes(heads, pages, splits), **how,
+        **overlaps(x.device),
     )  # fmt: skip
-    _joined[(B * H,)](part, sums, out, rows.many, H=H, D=d, SPLITS=splits, BD=wide, num_warps=2, **how)
-    return out

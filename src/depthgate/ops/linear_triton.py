@@ -1,6 +1,6 @@
 """Products of weights and the few rows of a decode step, as kernels; `decode.linear` and `decode.add_linear` are their
-twins. Reading the weights is all that they cost: those of one row begin with it before the kernel before has ended,
-where it is certain that the row computes. Where no row does, none is read.
+twins. Reading the weights is all that they cost: where it is certain that a row computes, they are asked for before the
+kernel before has ended. Where no row does, none is read.
 """
 
 from functools import cache
@@ -37,26 +37,51 @@ def wait_for_those_before(PDL: tl.constexpr):
 
 
 @triton.jit
-def _one_row(
-    x, add, many, weight, norm, gates, out, eps, N,
-    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SURE: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+def counted(many, SURE: tl.constexpr, PDL: tl.constexpr):
+    """The number of rows that compute, after the wait; where no kernel before decides upon it, it is read meanwhile."""
+    if SURE:
+        count = tl.load(many)
+        wait_for_those_before(PDL)
+    else:
+        wait_for_those_before(PDL)
+        count = tl.load(many)
+    return count
+
+
+@triton.jit
+def fetch_early(pointers, PDL: tl.constexpr):
+    """Have lines of 128 bytes brought near, without waiting for them."""
+    if PDL:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers.to(tl.int64)], tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def first_weights(part, weight, N, K: tl.constexpr, GLU: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """The first columns of a part's rows of weights (BN, BK), and those of its rows in the second half of a GLU."""
+    n = part * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    place = weight + n[:, None].to(tl.int64) * K + k[None, :]
+    real = (n < N)[:, None] & (k < K)[None, :]
+    w = tl.load(place, real, other=0.0)
+    w2 = w
+    if GLU:
+        w2 = tl.load(place + N.to(tl.int64) * K, real, other=0.0)
+    return w, w2
+
+
+@triton.jit
+def one_row(
+    part, w, w2, x, add, weight, norm, gate, out, eps, N,
+    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    """A part of the product of a row: the first weights are there, and the next ones are read ahead."""
+    n = part * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     place = weight + n[:, None].to(tl.int64) * K + k[None, :]
     second = N.to(tl.int64) * K
     col = (n < N)[:, None]
-    let_next_begin(PDL)
-    if not SURE:
-        wait_for_those_before(PDL)
-        if tl.load(many) == 0:
-            return
-    w = tl.load(place, col & (k < K)[None, :], other=0.0)
-    if GLU:
-        w2 = tl.load(place + second, col & (k < K)[None, :], other=0.0)
-    if SURE:
-        wait_for_those_before(PDL)
     total = tl.zeros((BN, BK), tl.float32)
     total2 = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
@@ -86,71 +111,107 @@ def _one_row(
         y = y * tl.sigmoid(y) * y2
     if SCATTER:
         y += tl.load(add + n, n < N, other=0.0).to(tl.float32)
-        if gates is not None:
-            y *= tl.load(gates)
+        if gate is not None:
+            y *= gate
         y += tl.load(out + n, n < N, other=0.0).to(tl.float32)
     tl.store(out + n, y.to(out.dtype.element_ty), n < N)
 
 
 @triton.jit
+def _one_row(
+    x, add, many, weight, norm, gates, out, eps, N,
+    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SURE: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    let_next_begin(PDL)
+    if not SURE:
+        wait_for_those_before(PDL)
+        if tl.load(many) == 0:
+            return
+    w, w2 = first_weights(tl.program_id(0), weight, N, K, GLU, BN, BK)
+    if SURE:
+        wait_for_those_before(PDL)
+    gate = None
+    if gates is not None:
+        gate = tl.load(gates)
+    one_row(tl.program_id(0), w, w2, x, add, weight, norm, gate, out, eps, N, K, GLU, SCATTER, BN, BK)
+
+
+@triton.jit
 def _ready(
-    x, add, places, many, norm, out, eps, K: tl.constexpr, GATHER: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr
+    x, add, places, many, norm, out, eps,
+    K: tl.constexpr, GATHER: tl.constexpr, SURE: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The rows that compute, side by side, and normalised where there is a norm."""
-    i = tl.program_id(0)
     let_next_begin(PDL)
-    wait_for_those_before(PDL)
-    if i >= tl.load(many):
+    i = tl.program_id(0).to(tl.int64)
+    count = counted(many, SURE, PDL)
+    if i >= count:
         return
     k = tl.arange(0, BK)
-    row = tl.load(places + i).to(tl.int64) if GATHER else i.to(tl.int64)
+    row = i
+    if GATHER and not SURE:
+        row = tl.load(places + i).to(tl.int64)
     v = tl.load(x + row * K + k, k < K, other=0.0).to(tl.float32)
     if add is not None:
-        v += tl.load(add + i.to(tl.int64) * K + k, k < K, other=0.0).to(tl.float32)
+        v += tl.load(add + i * K + k, k < K, other=0.0).to(tl.float32)
     if norm is not None:
         v = v * tl.rsqrt(tl.sum(v * v, 0) / K + eps) * tl.load(norm + k, k < K, other=0.0).to(tl.float32)
-    tl.store(out + i.to(tl.int64) * K + k, v.to(out.dtype.element_ty), k < K)
+    tl.store(out + i * K + k, v.to(out.dtype.element_ty), k < K)
 
 
 @triton.jit
 def _some_rows(
     x, add, places, many, weight, gates, out, part, turns, B, N,
-    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SPLITS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SURE: tl.constexpr, SPLITS: tl.constexpr,
+    TURNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_begin(PDL)
-    wait_for_those_before(PDL)
-    count = tl.load(many)
+    PER: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS * BK  # entries of a row that each split has
+    begin = tl.program_id(2) * PER
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    second = N.to(tl.int64) * K
+    # Beyond the last row and column the last is read, so that no mask is needed; nothing is stored there.
+    weights = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K
+    count = counted(many, SURE, PDL)
     first = tl.program_id(1) * BM
     if first >= count:
         return
     m = first + tl.arange(0, BM)
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
-    # Beyond the last row and column the last is read, so that no mask is needed; nothing is stored there.
-    source = x + tl.minimum(m, B - 1)[None, :].to(tl.int64) * K + k[:, None]
-    place = weight + tl.minimum(n, N - 1)[:, None].to(tl.int64) * K + k[None, :]
-    second = N.to(tl.int64) * K
-    total = tl.zeros((BN, BM), tl.float32)
-    total2 = tl.zeros((BN, BM), tl.float32)
-    PER: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS * BK
-    begin = tl.program_id(2) * PER
+    source = x + tl.minimum(m, B - 1)[:, None].to(tl.int64) * K + k[None, :]
+    place = weights + k[None, :]
+    if TURNED:
+        total = tl.zeros((BN, BM), tl.float32)
+        total2 = tl.zeros((BN, BM), tl.float32)
+    else:
+        total = tl.zeros((BM, BN), tl.float32)
+        total2 = tl.zeros((BM, BN), tl.float32)
     for start in range(begin, tl.minimum(begin + PER, K), BK):
         if K % BK == 0:
             v = tl.load(source + start)
             w = tl.load(place + start)
         else:
-            v = tl.load(source + start, (start + k < K)[:, None], other=0.0)
+            v = tl.load(source + start, (start + k < K)[None, :], other=0.0)
             w = tl.load(place + start, (start + k < K)[None, :], other=0.0)
-        total = tl.dot(w, v, total, input_precision="ieee")
+        if TURNED:
+            total = tl.dot(w, tl.trans(v), total, input_precision="ieee")
+        else:
+            total = tl.dot(v, tl.trans(w), total, input_precision="ieee")
         if GLU:
             if K % BK == 0:
                 w2 = tl.load(place + second + start)
             else:
                 w2 = tl.load(place + second + start, (start + k < K)[None, :], other=0.0)
-            total2 = tl.dot(w2, v, total2, input_precision="ieee")
-    real = (n < N)[:, None] & (m < count)[None, :]
-    at = m[None, :].to(tl.int64) * N + n[:, None]
+            if TURNED:
+                total2 = tl.dot(w2, tl.trans(v), total2, input_precision="ieee")
+            else:
+                total2 = tl.dot(v, tl.trans(w2), total2, input_precision="ieee")
+    if TURNED:
+        total = tl.trans(total)
+        total2 = tl.trans(total2)
+    real = (m < count)[:, None] & (n < N)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
     if SPLITS > 1:  # the last of the programs that share a tile adds up what they found, always in one order
         size = B.to(tl.int64) * N
         mine = part + tl.program_id(2) * size * (1 + GLU) + at
@@ -162,8 +223,8 @@ def _some_rows(
         if tl.atomic_add(turn, 1) < SPLITS - 1:
             return
         tl.store(turn, 0)
-        total = tl.zeros((BN, BM), tl.float32)
-        total2 = tl.zeros((BN, BM), tl.float32)
+        total = tl.zeros((BM, BN), tl.float32)
+        total2 = tl.zeros((BM, BN), tl.float32)
         for split in range(SPLITS):
             theirs = part + split * size * (1 + GLU) + at
             total += tl.load(theirs, real, other=0.0, cache_modifier=".cg")
@@ -174,20 +235,31 @@ def _some_rows(
     if SCATTER:
         total += tl.load(add + at, real, other=0.0).to(tl.float32)
         if gates is not None:
-            total *= tl.load(gates + m, m < count, other=0.0)[None, :]
-        at = tl.load(places + m, m < count, other=0)[None, :] * N + n[:, None]
+            total *= tl.load(gates + m, m < count, other=0.0)[:, None]
+        at = tl.load(places + m, m < count, other=0)[:, None] * N + n[None, :]
         total += tl.load(out + at, real, other=0.0).to(tl.float32)
     tl.store(out + at, total.to(out.dtype.element_ty), real)
 
 
-def _tile(rows: int, N: int, K: int, itemsize: int) -> dict[str, int]:
-    """Shape of a program's tile: enough bytes under way in as many programs as there are processors."""
+def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
+    """Shape of a program's tile: enough bytes under way in as many programs as there are processors. By measurements on
+    an H200, docs/decisions/012."""
     if rows == 1:
-        return {"BN": 4, "BK": triton.next_power_of_2(min(K, 4096 // itemsize)), "num_warps": 4}
-    tile = {"BM": 16 if rows <= 16 else 64, "BN": 64, "num_warps": 4}
+        return {"BN": 4, "BK": min(triton.next_power_of_2(K), 4096 // itemsize), "num_warps": 4}
+    few = rows <= 16
+    tile = {"BM": 16 if few else 64, "BN": 64, "BK": 128, "TURNED": few, "SPLITS": 1, "num_warps": 4, "num_stages": 4}
     if itemsize == 4:
-        return tile | {"BN": 32, "BK": 32, "num_stages": 2, "SPLITS": 1}
-    return tile | {"BK": 128, "num_stages": 4, "SPLITS": 4 if N <= 4096 else 1}
+        return tile | {"BN": 32, "BK": 32, "num_stages": 2}
+    if N > 4096:
+        return tile | ({} if few else {"BN": 32, "num_stages": 3} if glu else {"BK": 64, "num_stages": 3})
+    if K > 4096:
+        return tile | ({"BN": 128, "SPLITS": 8, "num_warps": 8} if few else {"SPLITS": 4})
+    return tile | ({"SPLITS": 4} if few else {"BN": 32, "num_stages": 6})
+
+
+def eps_of(x: Tensor, eps: float | None) -> float:
+    """That of a norm; where it says none, the smallest difference of the numbers of x."""
+    return torch.finfo(x.dtype).eps if eps is None else eps
 
 
 def linear(
@@ -205,14 +277,13 @@ def linear(
     """`decode.linear`."""
     B, K, N = len(rows.places), weight.shape[1], len(weight) // (1 + glu)
     out = x.new_empty(B, N, dtype=torch.float32 if wide else x.dtype)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
     if B == 1:
-        _run_one_row(x, add, rows, weight, norm, None, out, eps, GLU=glu, SCATTER=False)
+        _run_one_row(x, add, rows, weight, norm, None, out, eps_of(x, eps), GLU=glu, SCATTER=False)
         return out
     if gather or norm is not None or add is not None:
         ready = x.new_empty(B, K)
-        how = {"K": K, "GATHER": gather, "BK": triton.next_power_of_2(K), **overlaps(x.device)}
-        _ready[(B,)](x, add, rows.places, rows.many, norm, ready, eps, num_warps=4, **how)
+        how = {"K": K, "GATHER": gather, "SURE": rows.sure, "BK": triton.next_power_of_2(K), **overlaps(x.device)}
+        _ready[(B,)](x, add, rows.places, rows.many, norm, ready, eps_of(x, eps), num_warps=4, **how)
         x = ready
     _run_some_rows(x, None, rows, weight, None, out, GLU=glu, SCATTER=False)
     return out
@@ -235,19 +306,21 @@ def _run_one_row(
     gates: Tensor | None,
     out: Tensor,
     eps: float,
-    **how: bool,
+    **how: int,
 ) -> None:
     N, K = out.shape[1], weight.shape[1]
-    how |= _tile(1, N, K, x.element_size()) | overlaps(x.device)
+    how |= _tile(1, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
     grid = (triton.cdiv(N, how["BN"]),)
     _one_row[grid](x, add, rows.many, weight, norm, gates, out, eps, N, K=K, SURE=rows.sure, **how)
 
 
 def _run_some_rows(
-    x: Tensor, add: Tensor | None, rows: Any, weight: Tensor, gates: Tensor | None, out: Tensor, **how: bool
+    x: Tensor, add: Tensor | None, rows: Any, weight: Tensor, gates: Tensor | None, out: Tensor, **how: int
 ) -> None:
     B, N, K = len(rows.places), out.shape[1], weight.shape[1]
-    how |= _tile(B, N, K, x.element_size()) | overlaps(x.device)
+    how |= _tile(B, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
     grid = (triton.cdiv(N, how["BN"]), triton.cdiv(B, how["BM"]), how["SPLITS"])
     part = torch.empty(how["SPLITS"] if how["SPLITS"] > 1 else 0, 1 + how["GLU"], B, N, device=x.device)
-    _some_rows[grid](x, add, rows.places, rows.many, weight, gates, out, part, rows.turns, B, N, K=K, **how)
+    _some_rows[grid](
+        x, add, rows.places, rows.many, weight, gates, out, part, rows.turns, B, N, K=K, SURE=rows.sure, **how
+    )
