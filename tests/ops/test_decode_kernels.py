@@ -115,7 +115,9 @@ def test_decisions_and_both_ends_of_a_step(total):
             near(mine, theirs)
         logits, finite = torch.randn(total, 30).round(), torch.zeros(2, total, dtype=torch.int32)
         logits[0, 7] = (float("nan"), float("inf"), 0.0)[live - 1 if live < 3 else 2]
-        mine, theirs = kernels.likeliest(logits, finite[0]), decode.likeliest(logits, finite[1])
+        turns = torch.zeros(total).int()
+        mine, theirs = (each.likeliest(logits, f, turns) for each, f in zip((kernels, decode), finite, strict=True))
+        assert not turns.any()
         assert torch.equal(*finite)
         assert torch.equal(mine[finite[0] > 0], theirs[finite[0] > 0])
         old = [token, pos, pos + 1, torch.arange(4 * total).view(4, total).int(), torch.zeros(total, 30).bool()]

@@ -18,6 +18,7 @@ from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops.attention import rotation, with_half_of
 from depthgate.ops.decode import (
+    FEW,
     Heads,
     Layer,
     Pages,
@@ -248,7 +249,7 @@ class Batch:
             entered = record[1 + layer.group]
             if B == 1 and layer.whole is not None:
                 pages = self._pages(n, B)
-                turns, splits = self.turns[-1:], _splits(B)
+                turns, splits = self.turns[-1:], _splits(B, routed=True)
                 routed_layer(x, self.alive, entered, turns, layer.whole, cos, sin, layer.heads, pages, splits)
                 continue
             rows, gates = self._decide(layer, x, pos, entered)
@@ -260,7 +261,7 @@ class Batch:
             tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
             record[1] = logits.amax(-1).isfinite()
         else:
-            tokens = likeliest(logits, record[1])
+            tokens = likeliest(logits, record[1], self.turns)
         state = self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         finish(tokens, self.alive, record, *state)
         return likely(logits, tokens, top)
@@ -286,7 +287,7 @@ class Batch:
         layer = self.layers[n]
         block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
         qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        attended = attend(qkv, rows, cos, sin, layer.heads, self._pages(n, len(x)), _splits(len(x)))
+        attended = attend(qkv, rows, cos, sin, layer.heads, self._pages(n, len(x)), _splits(len(x), gates is not None))
         attended = linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):
@@ -309,10 +310,13 @@ def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
     return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
 
 
-def _splits(rows: int) -> int:
-    """Parts of a row's entries that are read side by side. As many in all batches of one tile of the products: a
-    row's sums have one order there."""
-    return 64 if rows == 1 else 16 if rows <= 16 else 2
+def _splits(rows: int, routed: bool) -> int:
+    """Parts of a row's entries that are read side by side: more where few of the rows compute. As many in all batches of
+    one tile of the products, so that a row's sums have one order there."""
+    if rows == 1:
+        return 64
+    few = rows <= FEW
+    return (32 if few else 8) if routed else (8 if few else 2)
 
 
 def _whole(block: Block, rule: tuple[Any, ...] | None) -> Layer | None:

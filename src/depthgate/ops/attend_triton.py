@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from depthgate.ops.decode import FEW
 from depthgate.ops.linear_triton import counted, eps_of, fetch_early, let_next_begin, overlaps
 
 
@@ -86,6 +87,16 @@ def attend_part(
     s = tl.load(sin + row * HALF + half, some, other=0.0).to(tl.float32)[None, :]
     qa = tl.load(base + at, q_mask, other=0.0).to(tl.float32)
     qb = tl.load(base + at + HALF, q_mask, other=0.0).to(tl.float32)
+    one = tl.zeros((1,), tl.int32)[:, None] + half[None, :]
+    own = (length >= start) & (length < end)  # the new token is this split's
+    real = some[None, :] & own
+    new_a = tl.load(base + (H + g) * D + one, real, other=0.0).to(tl.float32)
+    new_b = tl.load(base + (H + g) * D + HALF + one, real, other=0.0).to(tl.float32)
+    value = tl.load(base + (H + G + g) * D + d, (d < D) & own, other=0.0)
+    if last_key is not None:
+        last = last_key + (row * G + g) * D + one
+        old_a = tl.load(last, real, other=0.0).to(tl.float32)
+        old_b = tl.load(last + HALF, real, other=0.0).to(tl.float32)
     qa, qb = _turned(qa, qb, q_norm, c, s, eps, half, some, D)
     dtype = kv.dtype.element_ty
     qa, qb = (qa * scale).to(dtype), (qb * scale).to(dtype)
@@ -100,26 +111,18 @@ def attend_part(
     for t in range(begin, stop, BS):
         ka, kb, v, there = _tile(kv, stride, table, entries, row, g, t, stop, G, D, SIZE, BS, BD)
         best, weight, total = _absorbed(qa, qb, ka, kb, v, there, best, weight, total)
-    if (length >= start) & (length < end):  # the new token is this split's
-        one = tl.zeros((1,), tl.int32)[:, None] + half[None, :]
-        real = some[None, :]
-        new_a = tl.load(base + (H + g) * D + one, real, other=0.0).to(tl.float32)
-        new_b = tl.load(base + (H + g) * D + HALF + one, real, other=0.0).to(tl.float32)
-        value = tl.load(base + (H + G + g) * D + d, d < D, other=0.0)
+    if own:
         new_a, new_b = _turned(new_a, new_b, k_norm, c, s, eps, half, some, D)
         if last_key is not None:
-            last = last_key + (row * G + g) * D + one
             slow = (half >= HALF // 2)[None, :] & (length > 0)
-            old_a = tl.load(last, real, other=0.0).to(tl.float32)
-            old_b = tl.load(last + HALF, real, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # several threads load the same key: all of them before one stores
+            tl.debug_barrier()  # several threads have loaded the same key: all of them before one stores
             tl.store(last, new_a.to(dtype), real)
             tl.store(last + HALF, new_b.to(dtype), real)
             new_a, new_b = tl.where(slow, old_a, new_a), tl.where(slow, old_b, new_b)
-        own = kv + own_page * stride + (g * SIZE + length % SIZE) * D
-        tl.store(own + one, new_a.to(dtype), real)
-        tl.store(own + HALF + one, new_b.to(dtype), real)
-        tl.store(own + G * SIZE * D + d, value.to(dtype), d < D)
+        place = kv + own_page * stride + (g * SIZE + length % SIZE) * D
+        tl.store(place + one, new_a.to(dtype), real)
+        tl.store(place + HALF + one, new_b.to(dtype), real)
+        tl.store(place + G * SIZE * D + d, value.to(dtype), d < D)
         seen_a, seen_b = new_a.to(dtype).to(tl.float32), new_b.to(dtype).to(tl.float32)
         score = tl.sum(qa.to(tl.float32) * seen_a + qb.to(tl.float32) * seen_b, 1)
         highest = tl.maximum(best, score)
@@ -204,17 +207,18 @@ def sizes(heads: Any, pages: Any, splits: int) -> dict[str, int]:
 
 def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: Any, splits: int) -> Tensor:
     """`decode.attend`, by `splits` programs for each row and head of keys."""
-    B, how, known = len(rows.places), dict(overlaps(qkv.device)), sizes(heads, pages, splits)
-    H, d = heads.heads, heads.dim
+    B, H, d = len(rows.places), heads.heads, heads.dim
+    how, known = overlaps(qkv.device), sizes(heads, pages, splits)
     part = torch.empty(B * H * splits, d, dtype=torch.float32, device=qkv.device)
     sums = torch.empty(B * H * splits, 2, dtype=torch.float32, device=qkv.device)
     out = qkv.new_empty(B, H * d)
     _attend[(B * heads.kv_heads, splits)](
-        qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps_of(qkv, heads.eps), pages.kv, pages.kv.stride(0),
-        pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part, sums, d**-0.5,
-        SURE=rows.sure, AHEAD=B == 1, num_warps=4, **known, **how,
+        qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps_of(qkv, heads.eps),
+        pages.kv, pages.kv.stride(0), pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part,
+        sums, d**-0.5,
+        SURE=rows.sure, AHEAD=B <= FEW, num_warps=4, **known, **how,
     )  # fmt: skip
     grid = (B * H, triton.cdiv(d, _COLUMNS))
-    how |= {"H": H, "D": d, "SPLITS": splits, "SURE": rows.sure, "WIDE": _COLUMNS}
-    _join[grid](part, sums, out, rows.many, num_warps=1, **how)
+    small = {"H": H, "D": d, "SPLITS": splits, "SURE": rows.sure, "WIDE": _COLUMNS}
+    _join[grid](part, sums, out, rows.many, num_warps=1, **small, **how)
     return out

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from depthgate.ops.attention import rope, with_half_of
 
+FEW = 16  # rows of a tile of the kernels' products; larger batches have tiles of 64
+
 
 class Rows(NamedTuple):
     """The rows of a batch that compute: the first `many` of `places`, ascending. Results have the rows in this order,
@@ -83,11 +85,11 @@ def begin(
     return F.rms_norm(x, x.shape[-1:]) if normed else x, cos[pos], sin[pos]
 
 
-def likeliest(logits: Tensor, finite: Tensor) -> Tensor:
+def likeliest(logits: Tensor, finite: Tensor, turns: Tensor) -> Tensor:
     """The first of the largest of each row, (B, V) -> (B,). `finite` (B,) gets 0 where the logits have NaN or +inf, or
-    no finite number: there it is some id in range."""
+    no finite number: there it is some id in range. A kernel counts in `turns` (B,), which are 0."""
     if by_kernels(logits):
-        return kernels().likeliest(logits, finite)  # type: ignore[no-any-return]
+        return kernels().likeliest(logits, finite, turns)  # type: ignore[no-any-return]
     tokens = logits.argmax(-1)  # NaN is larger than all
     finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
     return tokens

@@ -25,6 +25,7 @@ from depthgate.ops.linear_triton import (
 
 __all__ = ["add_linear", "attend", "begin", "decide", "finish", "likeliest", "linear", "routed_layer"]
 
+_PARTS = 8  # of a row of logits, for the likeliest token
 _EPS = torch.finfo(torch.float32).eps  # of a router's norm
 
 
@@ -61,30 +62,43 @@ def begin(
 
 
 @triton.jit
-def _likeliest(logits, tokens, finite, V, BV: tl.constexpr, PDL: tl.constexpr):
+def _likeliest(
+    logits, tokens, finite, tops, ids, turns, V, PARTS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     b = tl.program_id(0)
+    part = tl.program_id(1)
     let_next_begin(PDL)
     wait_for_those_before(PDL)
     best = tl.full((BV,), -float("inf"), tl.float32)
     where = tl.zeros((BV,), tl.int32)
-    bad = tl.zeros((BV,), tl.int32)
-    for start in range(0, V, BV):
+    each = tl.cdiv(V, PARTS)
+    for start in range(part * each, tl.minimum(part * each + each, V), BV):
         v = start + tl.arange(0, BV)
-        x = tl.load(logits + b.to(tl.int64) * V + v, v < V, other=-float("inf"))
+        x = tl.load(logits + b.to(tl.int64) * V + v, v < tl.minimum(part * each + each, V), other=-float("inf"))
+        x = tl.where(x == x, x, float("inf"))  # NaN is larger than all
         where = tl.where(x > best, v, where)
         best = tl.maximum(best, x)
-        bad += (x != x).to(tl.int32)
-    most = tl.max(best, 0)
-    tl.store(tokens + b, tl.min(tl.where(best == most, where, V - 1), 0).to(tl.int64))
-    tl.store(finite + b, ((tl.sum(bad, 0) == 0) & (tl.abs(most) < float("inf"))).to(tl.int32))
+    top = tl.max(best, 0)
+    tl.store(tops + b * PARTS + part, top)
+    tl.store(ids + b * PARTS + part, tl.min(tl.where(best == top, where, V - 1), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(turns + b, 1) < PARTS - 1:
+        return
+    tl.store(turns + b, 0)
+    each_top = tl.load(tops + b * PARTS + tl.arange(0, PARTS), cache_modifier=".cg")
+    each_id = tl.load(ids + b * PARTS + tl.arange(0, PARTS), cache_modifier=".cg")
+    top = tl.max(each_top, 0)
+    tl.store(tokens + b, tl.min(tl.where(each_top == top, each_id, V - 1), 0).to(tl.int64))
+    tl.store(finite + b, (tl.abs(top) < float("inf")).to(tl.int32))
 
 
-def likeliest(logits: Tensor, finite: Tensor) -> Tensor:
+def likeliest(logits: Tensor, finite: Tensor, turns: Tensor) -> Tensor:
     """`decode.likeliest`."""
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    _likeliest[(len(logits),)](
-        logits, tokens, finite, logits.shape[1], BV=8192, num_warps=16, **overlaps(logits.device)
-    )
+    B, V, device = *logits.shape, logits.device
+    tokens = torch.empty(B, dtype=torch.int64, device=device)
+    tops, ids = torch.empty(B, _PARTS, device=device), torch.empty(B, _PARTS, dtype=torch.int32, device=device)
+    how = {"PARTS": _PARTS, "BV": min(triton.next_power_of_2(triton.cdiv(V, _PARTS)), 4096), **overlaps(device)}
+    _likeliest[(B, _PARTS)](logits, tokens, finite, tops, ids, turns, V, num_warps=8, **how)
     return tokens
 
 
@@ -296,8 +310,8 @@ def routed_layer(
     _routed_layer[(programs,)](
         x, live, entered, weight, bias, threshold, turns, norm[0], layer.qkv, qkv, norm[1], cos, sin,
         heads.q_norm, heads.k_norm, eps_of(x, heads.eps), pages.kv, pages.kv.stride(0), pages.table,
-        pages.table.stride(0), pages.lengths, pages.last_key, part, sums, heads.dim**-0.5, joined, layer.out, attended, up_norm[0],
-        layer.up, hidden, up_norm[1], layer.down, _EPS, len(layer.qkv), K, KU,
+        pages.table.stride(0), pages.lengths, pages.last_key, part, sums, heads.dim**-0.5, joined,
+        layer.out, attended, up_norm[0], layer.up, hidden, up_norm[1], layer.down, _EPS, len(layer.qkv), K, KU,
         K=K, KH=KH, KU=KU, NORMED=normed, GATE=gate, BK=triton.next_power_of_2(K), BN=8,
         BW=triton.next_power_of_2(min(K, 4096 // itemsize)), num_warps=8, **sizes(heads, pages, splits), **how,
         **overlaps(x.device),

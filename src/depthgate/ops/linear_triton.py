@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from depthgate.ops.decode import FEW
 
 
 @cache
@@ -162,7 +165,7 @@ def _ready(
 
 @triton.jit
 def _some_rows(
-    x, add, places, many, weight, gates, out, part, turns, B, N,
+    x, x_tiles, add, places, many, weight, weight_tiles, gates, out, part, turns, B, N,
     K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, SURE: tl.constexpr, SPLITS: tl.constexpr,
     TURNED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -188,9 +191,9 @@ def _some_rows(
         total = tl.zeros((BM, BN), tl.float32)
         total2 = tl.zeros((BM, BN), tl.float32)
     for start in range(begin, tl.minimum(begin + PER, K), BK):
-        if K % BK == 0:
-            v = tl.load(source + start)
-            w = tl.load(place + start)
+        if weight_tiles is not None:
+            v = x_tiles.load([first, start])
+            w = weight_tiles.load([tl.program_id(0) * BN, start])
         else:
             v = tl.load(source + start, (start + k < K)[None, :], other=0.0)
             w = tl.load(place + start, (start + k < K)[None, :], other=0.0)
@@ -199,8 +202,8 @@ def _some_rows(
         else:
             total = tl.dot(v, tl.trans(w), total, input_precision="ieee")
         if GLU:
-            if K % BK == 0:
-                w2 = tl.load(place + second + start)
+            if weight_tiles is not None:
+                w2 = weight_tiles.load([N + tl.program_id(0) * BN, start])
             else:
                 w2 = tl.load(place + second + start, (start + k < K)[None, :], other=0.0)
             if TURNED:
@@ -246,14 +249,14 @@ def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]
     an H200, docs/decisions/012."""
     if rows == 1:
         return {"BN": 4, "BK": min(triton.next_power_of_2(K), 4096 // itemsize), "num_warps": 4}
-    few = rows <= 16
+    few = rows <= FEW
     tile = {"BM": 16 if few else 64, "BN": 64, "BK": 128, "TURNED": few, "SPLITS": 1, "num_warps": 4, "num_stages": 4}
     if itemsize == 4:
         return tile | {"BN": 32, "BK": 32, "num_stages": 2}
     if N > 4096:
-        return tile | ({} if few else {"BN": 32, "num_stages": 3} if glu else {"BK": 64, "num_stages": 3})
+        return tile | ({"num_stages": 3} if few else {"BN": 32 if glu else 64, "num_stages": 3})
     if K > 4096:
-        return tile | ({"BN": 128, "SPLITS": 8, "num_warps": 8} if few else {"SPLITS": 4})
+        return tile | {"SPLITS": 4 if few else 2, "num_stages": 6}
     return tile | ({"SPLITS": 4} if few else {"BN": 32, "num_stages": 6})
 
 
@@ -314,6 +317,12 @@ def _run_one_row(
     _one_row[grid](x, add, rows.many, weight, norm, gates, out, eps, N, K=K, SURE=rows.sure, **how)
 
 
+def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """Tiles of a matrix for the unit that copies them by itself, where their rows lie as it wants them."""
+    able = x.is_cuda and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
+    return TensorDescriptor.from_tensor(x, [rows, columns]) if able and x.dtype != torch.float32 else None
+
+
 def _run_some_rows(
     x: Tensor, add: Tensor | None, rows: Any, weight: Tensor, gates: Tensor | None, out: Tensor, **how: int
 ) -> None:
@@ -321,6 +330,9 @@ def _run_some_rows(
     how |= _tile(B, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
     grid = (triton.cdiv(N, how["BN"]), triton.cdiv(B, how["BM"]), how["SPLITS"])
     part = torch.empty(how["SPLITS"] if how["SPLITS"] > 1 else 0, 1 + how["GLU"], B, N, device=x.device)
+    tiles = _tiles(x, how["BM"], how["BK"]), _tiles(weight, how["BN"], how["BK"])
+    x_tiles, weight_tiles = tiles if None not in tiles else (None, None)
     _some_rows[grid](
-        x, add, rows.places, rows.many, weight, gates, out, part, rows.turns, B, N, K=K, SURE=rows.sure, **how
-    )
+        x, x_tiles, add, rows.places, rows.many, weight, weight_tiles, gates, out, part, rows.turns, B, N,
+        K=K, SURE=rows.sure, **how,
+    )  # fmt: skip
