@@ -20,7 +20,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 def rows(total, taken):
     places = torch.zeros(total, dtype=torch.int64, device="cuda")
     places[: len(taken)] = torch.tensor(taken, dtype=torch.int64)
-    many, turns = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (len(taken), [0] * 64))
+    many, turns = (torch.tensor(each, dtype=torch.int32, device="cuda") for each in (len(taken), [0] * 256))
     return decode.Rows(places, many, turns=turns)
 
 

@@ -23,7 +23,7 @@ TAKEN = [(1, [0]), (1, []), (5, [1, 3]), (5, []), (20, [2, 19]), (20, list(range
 def rows_of(total, taken):
     places = torch.zeros(total, dtype=torch.int64)
     places[: len(taken)] = torch.tensor(taken, dtype=torch.int64)
-    return decode.Rows(places, torch.tensor(len(taken), dtype=torch.int32), turns=torch.zeros(64, dtype=torch.int32))
+    return decode.Rows(places, torch.tensor(len(taken), dtype=torch.int32), turns=torch.zeros(256, dtype=torch.int32))
 
 
 def near(ours, theirs):
@@ -62,7 +62,7 @@ def test_a_routed_layer_of_one_row(wanted):
         found = []
         for module, live in ((decode, 1), (kernels, torch.tensor(1).int())):
             pages = decode.Pages(kv.clone(), table, torch.tensor([length]).int(), torch.ones(1, 2, 16))
-            y, entered, turns = x.clone(), torch.zeros(1).int(), torch.zeros(1).int()
+            y, entered, turns = x.clone(), torch.zeros(1).int(), torch.zeros(3).int()
             module.routed_layer(y, live, entered, turns, layer, cos, sin, heads, pages, 4)
             found.append((y, pages.kv, pages.last_key, entered))
         for ours, theirs in zip(*reversed(found), strict=True):

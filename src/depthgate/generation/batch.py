@@ -311,7 +311,7 @@ def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
 
 
 def _splits(rows: int, routed: bool) -> int:
-    """Parts of a row's entries that are read side by side: more where few of the rows compute. As many in all batches of
+    """Parts of a row's entries that are read side by side: more where few of them compute. As many in all batches of
     one tile of the products, so that a row's sums have one order there."""
     if rows == 1:
         return 64

@@ -5,9 +5,9 @@ from dataclasses import fields
 from inspect import Parameter, signature
 from typing import Any
 
-from depthgate.errors import InvalidValueError
+from depthgate.errors import InvalidValueError, warn_once
 from depthgate.generation.config import Sampling
-from depthgate.generation.engine import run
+from depthgate.generation.engine import cannot_run, run
 from depthgate.generation.plain import Reader, decode, search
 from depthgate.generation.text import Event, Generation, Prompt, check_stops, read_prompts
 from depthgate.model import Decoder
@@ -26,12 +26,17 @@ def _events(
     options: dict[str, Any],
     cache: bool,
     chunk: int,
-    engine: bool,
+    engine: bool | None,
 ) -> tuple[list[Generation], Generator[Event]]:
     sampling, todo = Sampling.of(options), read_prompts(model, prompts)
-    if engine and (not cache or sampling.beams > 1):
+    plain = not cache or sampling.beams > 1
+    if engine and plain:
         what = "cache is False" if not cache else f"beams is {sampling.beams}"
         raise InvalidValueError(f"engine is True and {what}: leave one of them out")
+    if engine is None and not plain and model.embed.weight.is_cuda:
+        if why := cannot_run(model):
+            warn_once(f"tokens are computed without the engine, more slowly: {why}")
+        engine = not why
     if not engine:
         return todo, events(Reader(model, len(todo), cache, chunk), todo, sampling)
     check_stops(model, sampling)
@@ -45,7 +50,7 @@ def stream(
     *,
     cache: bool = True,
     chunk: int = 512,
-    engine: bool = False,
+    engine: bool | None = None,
     **options: Any,
 ) -> Generator[Event]:
     """The tokens of `generate` one by one, as they come; with beams, when the best continuation is known.
@@ -60,7 +65,7 @@ def generate(
     *,
     cache: bool = True,
     chunk: int = 512,
-    engine: bool = False,
+    engine: bool | None = None,
     callback: Callable[[Event], None] | None = None,
     **options: Any,
 ) -> list[Generation]:
@@ -71,7 +76,7 @@ def generate(
     Args:
         cache: keep keys and values; without, all is computed again for each token, with the same result in float32
         chunk: tokens of a prompt computed at once
-        engine: compute with the engine of `depthgate serve`: the same in float32, and faster
+        engine: compute with the engine of `depthgate serve`, the same in float32 and faster; None: on CUDA, if it can
         callback: gets each token as it comes; with beams, when the best continuation is known"""
     if callback is not None and not callable(callback):
         raise InvalidValueError(f"callback is {callback!r}: give a function of one event, or leave it out")

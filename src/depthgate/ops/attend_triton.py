@@ -141,7 +141,7 @@ def attend_part(
 def _attend(
     qkv, places, many, cos, sin, q_norm, k_norm, eps, kv, stride, table, entries, lengths, last_key, part, sums, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, SURE: tl.constexpr,
-    AHEAD: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, NEAR: tl.constexpr, BH: tl.constexpr, BS: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) // G
     g = tl.program_id(0) % G
@@ -156,11 +156,12 @@ def _attend(
             first = _tile(kv, stride, table, entries, row, g, start, tl.minimum(end, length), G, D, SIZE, BS, BD)
         elif PDL:
             LINE: tl.constexpr = 1024 // kv.dtype.element_ty.primitive_bitwidth
-            page = tl.load(table + row * entries + tl.minimum(start // SIZE, entries - 1)).to(tl.int64)
-            lines = kv + page * stride + (g * SIZE + start % SIZE) * D
-            lines += tl.minimum(tl.arange(0, BS * BD // LINE) * LINE, BS * D - 1)
-            fetch_early(lines, PDL)
-            fetch_early(lines + G * SIZE * D, PDL)
+            for t in range(start, tl.minimum(end, start + NEAR), BS):
+                page = tl.load(table + row * entries + tl.minimum(t // SIZE, entries - 1)).to(tl.int64)
+                lines = kv + page * stride + (g * SIZE + t % SIZE) * D
+                lines += tl.minimum(tl.arange(0, BS * BD // LINE) * LINE, BS * D - 1)
+                fetch_early(lines, PDL)
+                fetch_early(lines + G * SIZE * D, PDL)
     if i >= counted(many, SURE, PDL):
         return
     if not SURE:
@@ -195,6 +196,7 @@ def _join(
 
 
 ENTRIES = 64  # of a tile
+NEAR = 64  # entries of a split that are brought near before the wait
 _COLUMNS = 32  # of a head that a program joins
 
 
@@ -216,7 +218,7 @@ def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: 
         qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps_of(qkv, heads.eps),
         pages.kv, pages.kv.stride(0), pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part,
         sums, d**-0.5,
-        SURE=rows.sure, AHEAD=B <= FEW, num_warps=4, **known, **how,
+        SURE=rows.sure, AHEAD=B <= FEW, NEAR=NEAR, num_warps=4, **known, **how,
     )  # fmt: skip
     grid = (B * H, triton.cdiv(d, _COLUMNS))
     small = {"H": H, "D": d, "SPLITS": splits, "SURE": rows.sure, "WIDE": _COLUMNS}

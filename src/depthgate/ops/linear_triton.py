@@ -133,6 +133,11 @@ def _one_row(
             return
     w, w2 = first_weights(tl.program_id(0), weight, N, K, GLU, BN, BK)
     if SURE:
+        if K > BK:
+            LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
+            n = tl.minimum(tl.program_id(0) * BN + tl.arange(0, BN), N - 1).to(tl.int64)
+            lines = tl.minimum(BK + tl.arange(0, BK // LINE) * LINE, K - 1)
+            fetch_early(weight + n[:, None] * K + lines[None, :], PDL)
         wait_for_those_before(PDL)
     gate = None
     if gates is not None:
@@ -254,7 +259,7 @@ def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]
     if itemsize == 4:
         return tile | {"BN": 32, "BK": 32, "num_stages": 2}
     if N > 4096:
-        return tile | ({"num_stages": 3} if few else {"BN": 32 if glu else 64, "num_stages": 3})
+        return tile | ({} if few else {"BN": 32 if glu else 64, "num_stages": 3})
     if K > 4096:
         return tile | {"SPLITS": 4 if few else 2, "num_stages": 6}
     return tile | ({"SPLITS": 4} if few else {"BN": 32, "num_stages": 6})
@@ -319,8 +324,9 @@ def _run_one_row(
 
 def _tiles(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
     """Tiles of a matrix for the unit that copies them by itself, where their rows lie as it wants them."""
-    able = x.is_cuda and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
-    return TensorDescriptor.from_tensor(x, [rows, columns]) if able and x.dtype != torch.float32 else None
+    rows_fit = x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
+    able = overlaps(x.device)["PDL"] and x.dtype != torch.float32  # devices that have one have the other
+    return TensorDescriptor.from_tensor(x, [rows, columns]) if able and rows_fit else None
 
 
 def _run_some_rows(
