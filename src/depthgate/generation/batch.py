@@ -18,7 +18,6 @@ from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops.attention import rotation, with_half_of
 from depthgate.ops.decode import (
-    FEW,
     Heads,
     Layer,
     Pages,
@@ -34,6 +33,7 @@ from depthgate.ops.decode import (
     likeliest,
     linear,
     routed_layer,
+    tile_of,
 )
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
@@ -311,12 +311,8 @@ def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
 
 
 def _splits(rows: int, routed: bool) -> int:
-    """Parts of a row's entries that are read side by side: more where few of them compute. As many in all batches of
-    one tile of the products, so that a row's sums have one order there."""
-    if rows == 1:
-        return 64
-    few = rows <= FEW
-    return (32 if few else 8) if routed else (8 if few else 2)
+    """Parts of a row's entries that are read side by side: more where few rows of a batch compute."""
+    return {1: (64, 64), 16: (8, 32), 64: (2, 8)}[tile_of(rows)][routed]
 
 
 def _whole(block: Block, rule: tuple[Any, ...] | None) -> Layer | None:

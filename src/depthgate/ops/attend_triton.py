@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from depthgate.ops.decode import FEW
 from depthgate.ops.linear_triton import counted, eps_of, fetch_early, let_next_begin, overlaps
 
 
@@ -218,7 +217,7 @@ def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: 
         qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps_of(qkv, heads.eps),
         pages.kv, pages.kv.stride(0), pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part,
         sums, d**-0.5,
-        SURE=rows.sure, AHEAD=B <= FEW, NEAR=NEAR, num_warps=4, **known, **how,
+        SURE=rows.sure, AHEAD=rows.tile <= 16, NEAR=NEAR, num_warps=4, **known, **how,
     )  # fmt: skip
     grid = (B * H, triton.cdiv(d, _COLUMNS))
     small = {"H": H, "D": d, "SPLITS": splits, "SURE": rows.sure, "WIDE": _COLUMNS}

@@ -12,7 +12,10 @@ from torch import Tensor
 
 from depthgate.ops.attention import rope, with_half_of
 
-FEW = 16  # rows of a tile of the kernels' products; larger batches have tiles of 64
+
+def tile_of(rows: int) -> int:
+    """Rows of a tile of the kernels' products. A row's sums have one order in all batches that have one tile."""
+    return 1 if rows == 1 else 16 if rows <= 16 else 64
 
 
 class Rows(NamedTuple):
@@ -23,6 +26,11 @@ class Rows(NamedTuple):
     many: Tensor  # () int32
     sure: bool = False  # True for all rows in use: no kernel of the step decides which they are
     turns: Tensor | None = None  # (n,) int32 zeros that kernels of this step count in
+
+    @property
+    def tile(self) -> int:
+        """Rows of a tile of the kernels' products."""
+        return tile_of(len(self.places))
 
     @property
     def taken(self) -> Tensor:

@@ -13,8 +13,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from depthgate.ops.decode import FEW
-
 
 @cache
 def overlaps(device: torch.device) -> dict[str, bool]:
@@ -249,20 +247,20 @@ def _some_rows(
     tl.store(out + at, total.to(out.dtype.element_ty), real)
 
 
-def _tile(rows: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
+def _shape(tile: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int]:
     """Shape of a program's tile: enough bytes under way in as many programs as there are processors. By measurements on
     an H200, docs/decisions/012."""
-    if rows == 1:
+    if tile == 1:
         return {"BN": 4, "BK": min(triton.next_power_of_2(K), 4096 // itemsize), "num_warps": 4}
-    few = rows <= FEW
-    tile = {"BM": 16 if few else 64, "BN": 64, "BK": 128, "TURNED": few, "SPLITS": 1, "num_warps": 4, "num_stages": 4}
+    few = tile == 16
+    shape = {"BM": tile, "BN": 64, "BK": 128, "TURNED": few, "SPLITS": 1, "num_warps": 4, "num_stages": 4}
     if itemsize == 4:
-        return tile | {"BN": 32, "BK": 32, "num_stages": 2}
+        return shape | {"BN": 32, "BK": 32, "num_stages": 2}
     if N > 4096:
-        return tile | ({} if few else {"BN": 32 if glu else 64, "num_stages": 3})
+        return shape | ({} if few else {"BN": 32 if glu else 64, "num_stages": 3})
     if K > 4096:
-        return tile | {"SPLITS": 4 if few else 2, "num_stages": 6}
-    return tile | ({"SPLITS": 4} if few else {"BN": 32, "num_stages": 6})
+        return shape | {"SPLITS": 4 if few else 2, "num_stages": 6}
+    return shape | ({"SPLITS": 4} if few else {"BN": 32, "num_stages": 6})
 
 
 def eps_of(x: Tensor, eps: float | None) -> float:
@@ -317,7 +315,7 @@ def _run_one_row(
     **how: int,
 ) -> None:
     N, K = out.shape[1], weight.shape[1]
-    how |= _tile(1, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
+    how |= _shape(1, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
     grid = (triton.cdiv(N, how["BN"]),)
     _one_row[grid](x, add, rows.many, weight, norm, gates, out, eps, N, K=K, SURE=rows.sure, **how)
 
@@ -333,7 +331,7 @@ def _run_some_rows(
     x: Tensor, add: Tensor | None, rows: Any, weight: Tensor, gates: Tensor | None, out: Tensor, **how: int
 ) -> None:
     B, N, K = len(rows.places), out.shape[1], weight.shape[1]
-    how |= _tile(B, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
+    how |= _shape(rows.tile, N, K, bool(how["GLU"]), x.element_size()) | overlaps(x.device)
     grid = (triton.cdiv(N, how["BN"]), triton.cdiv(B, how["BM"]), how["SPLITS"])
     part = torch.empty(how["SPLITS"] if how["SPLITS"] > 1 else 0, 1 + how["GLU"], B, N, device=x.device)
     tiles = _tiles(x, how["BM"], how["BK"]), _tiles(weight, how["BN"], how["BK"])
