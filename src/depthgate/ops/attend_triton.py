@@ -195,7 +195,8 @@ def _join(
 
 
 ENTRIES = 64  # of a tile
-NEAR = 64  # entries of a split that are brought near before the wait
+AHEAD = 16  # largest tile of products with which a split's first entries are read before the wait
+NEAR = 64  # entries of a split that are brought near before it, with larger ones
 _COLUMNS = 32  # of a head that a program joins
 
 
@@ -217,7 +218,7 @@ def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: 
         qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps_of(qkv, heads.eps),
         pages.kv, pages.kv.stride(0), pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part,
         sums, d**-0.5,
-        SURE=rows.sure, AHEAD=rows.tile <= 16, NEAR=NEAR, num_warps=4, **known, **how,
+        SURE=rows.sure, AHEAD=rows.tile <= AHEAD, NEAR=NEAR, num_warps=4, **known, **how,
     )  # fmt: skip
     grid = (B * H, triton.cdiv(d, _COLUMNS))
     small = {"H": H, "D": d, "SPLITS": splits, "SURE": rows.sure, "WIDE": _COLUMNS}
