@@ -131,11 +131,6 @@ def _one_row(
             return
     w, w2 = first_weights(tl.program_id(0), weight, N, K, GLU, BN, BK)
     if SURE:
-        if K > BK:
-            LINE: tl.constexpr = 1024 // weight.dtype.element_ty.primitive_bitwidth
-            n = tl.minimum(tl.program_id(0) * BN + tl.arange(0, BN), N - 1).to(tl.int64)
-            lines = tl.minimum(BK + tl.arange(0, BK // LINE) * LINE, K - 1)
-            fetch_early(weight + n[:, None] * K + lines[None, :], PDL)
         wait_for_those_before(PDL)
     gate = None
     if gates is not None:
