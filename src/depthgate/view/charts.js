@@ -202,7 +202,7 @@
     legend.setAttribute("aria-live", "polite");
     legend.classList.toggle("only", chart.series.length === 1);  // one series needs no name: the axis has it
     legend.querySelectorAll(".u-series").forEach((row, n) => n && row.classList.add(ring(chart.series[n - 1].points) ? "minimum" : chart.series[n - 1].kind));
-    u.over.addEventListener("pointermove", ({ pointerType, offsetX, offsetY }) => {
+    for (const kind of ["pointerdown", "pointermove"]) u.over.addEventListener(kind, ({ pointerType, offsetX, offsetY }) => {
       if (pointerType !== "mouse") u.setCursor({ left: offsetX, top: offsetY });
     });
   }
