@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ _SHAPE = {
 }
 _CELL = {
     **{"variant": "variant", "budget": "budget", "causal loss": "loss_causal", "top-k loss": "loss"},
-    **{"bits per byte": "bits_per_byte", "routed": "routed_share", "layers": "layers", "width": "dim"},
+    **{"bits per byte": "bits_per_byte", "routed, mean": "routed_share", "layers": "layers", "width": "dim"},
     **{"parameters": "params", "tokens": "tokens", "lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _BEST = {
@@ -62,13 +63,12 @@ def short_flops(number: float) -> str:
 def _shown(value: Any) -> str:
     """A figure of a row or of a curve, for a table."""
     if isinstance(value, list):
-        return ", ".join(f"{share:.1%}" for share in value) or "all"
+        return f"{fmean(value):.1%}" if value else "all"
     if isinstance(value, tuple):
         return " to ".join(map(_shown, value))
     if value is None or isinstance(value, str):
         return value or "-"
-    whole = isinstance(value, int) or 1e3 <= value < 1e9
-    return f"{value:,.0f}" if whole else f"{value:.5g}".replace("e+", "e")
+    return f"{value:,.0f}" if isinstance(value, int) or 1e4 <= value < 1e9 else f"{value:,.5g}".replace("e+", "e")
 
 
 def _table(rows: Sequence[Row], columns: Mapping[str, str], turned: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -76,7 +76,7 @@ def _table(rows: Sequence[Row], columns: Mapping[str, str], turned: bool = False
     columns = {head: name for head, name in columns.items() if not turned or name != "budget"}
     lines = [list(columns), *([_shown(row[name]) for name in columns.values()] for row in rows)]
     first, *others = [list(line) for line in zip(*lines, strict=True)] if turned else lines
-    return ["", *first[1:]] if turned else first, others
+    return ["model", *first[1:]] if turned else first, others
 
 
 def print_grid(study: Study, as_json: bool) -> None:

@@ -165,7 +165,7 @@ def _draw_slots(layer: SlotLayer, image: Image, part: Any) -> None:
         axes.set_axis_off()
         drawn = _draw_image(axes, row[image.prefix :], image, cmap="magma", vmin=0, vmax=high)
         axes.set_title(f"expert {number // layer.slots}, slot {number % layer.slots}", fontsize=7)
-    part.colorbar(drawn, ax=part.axes, label=f"weight; all alike: {layer.even:.3g}", shrink=0.8)
+    part.colorbar(drawn, ax=part.axes, shrink=0.8).set_label(f"weight (even: {layer.even:.3g})", fontsize=8)
 
 
 def runs_figure(runs: Sequence[Run], title: str = "") -> Any:

@@ -3,7 +3,7 @@ document.querySelectorAll("table").forEach((table) => {
   const heads = [...table.querySelectorAll("thead th")], rows = [...table.querySelectorAll("tbody tr")];
   heads.forEach((head, n) => {
     const cells = rows.map((row) => row.children[n]).filter(Boolean);
-    const words = n > 0 && cells.some((cell) => !/^([-+]?[\d.,]+.*|-|all|)$/s.test(cell.textContent));  // not numbers: they lie to the left
+    const words = n > 0 && cells.some(({ textContent }) => textContent !== "all" && /[a-z]{3}| to /i.test(textContent));  // they lie to the left
     [head, ...cells].forEach((cell) => cell.classList.toggle("words", words));
     cells.forEach((cell) => { cell.dataset.head = head.textContent; });
   });

@@ -250,7 +250,7 @@ def routed_text(
         keys.append(f"<li>{swatch} {name}: {times:,} of {count(len(tokens), 'token')}</li>")
     start = f"<b>{''.join(spans[:given])}</b>" if given else ""
     text, kind = Html(start + "".join(spans[given:])), what.split()[-1]
-    return fill("text", text=text, keys=Html("".join(keys)), kind=kind)
+    return fill("text", text=text, keys=Html("".join(keys)), kind=kind, more=", continued" * bool(given))
 
 
 def _span(number: int, piece: Piece, at: Sequence[int | str], most: int, what: str) -> str:

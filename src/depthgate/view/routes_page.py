@@ -20,8 +20,7 @@ def text_page(title: str, about: object, found: Decisions) -> Html:
     """The page of a text: which tokens went deep, layer by layer, and which got more experts than others."""
     text, many = {"": pages.join([about, *warnings(found)])}, {len(each) for each in found.taken}
     if found.layers or len(many) < 2:
-        name = "The text, by depth"
-        text[name] = pages.routed_text(found.tokens, found.through, len(found.layers), "routed layer")
+        text["The text, by depth"] = pages.routed_text(found.tokens, found.through, len(found.layers), "routed layer")
     if len(many) > 1:
         text["The text, by experts"] = pages.routed_text(found.tokens, found.taken, max(many), "expert")
     deep = {"Which tokens go deep": _deep(found)} if found.layers else {"Routing": pages.fill("no_routing")}

@@ -34,6 +34,7 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     across = flat ? 1 : Math.max(1, Math.floor((wide + GAP) / (130 + GAP)));
     across = Math.min(across, into.length);
     cell = flat ? wide / columns : Math.min(24, (wide - GAP * (across - 1)) / across / columns);
+    if (image) cell = Math.floor(cell) || 1;  // no seams between what lies over it
     high = flat ? 16 : cell;
     const ratio = window.devicePixelRatio || 1;
     const tall = Math.ceil(into.length / across) * (rows * high + LABEL + GAP);
