@@ -204,12 +204,12 @@ def study_figure(curves: Sequence[Any], loss: str, short: Callable[[float], str]
     from matplotlib import ticker
 
     panels = figure.subplots(1, len(budgets), squeeze=False)[0]
-    colours = [colour(*look) for look in looks([*map(kind_of, names)])]
+    colours, keys = [colour(*look) for look in looks([*map(kind_of, names)])], dict[str, Any]()
     ring: dict[str, Any] = {"fmt": "o", "ms": 9, "mew": 2, "mfc": "none", "capsize": 3, "elinewidth": 1.4}
     for curve in curves:
         axes, number = panels[budgets.index(curve.budget)], names.index(curve.variant)
         look: dict[str, Any] = {"color": colours[number]}
-        axes.plot(*zip(*curve.points, strict=True), "osD^vP*X"[number % 8], ms=5, label=curve.variant, **look)
+        keys[curve.variant], *_ = axes.plot(*zip(*curve.points, strict=True), "osD^vP*X"[number % 8], ms=5, **look)
         if line := curve.line():
             axes.plot(*zip(*line, strict=True), "-", lw=1.4, **look)
         if curve.bracketed:
@@ -217,13 +217,13 @@ def study_figure(curves: Sequence[Any], loss: str, short: Callable[[float], str]
             across, upright = (sure and [[max(0.0, at - sure[0])], [max(0.0, sure[1] - at)]] for at, sure in pairs)
             axes.errorbar([curve.params], [curve.loss], yerr=upright, xerr=across, **ring, **look)
     for axes, budget in zip(panels, budgets, strict=True):
-        axes.set(xscale="log", xlabel="parameters", title=f"{short(budget)} training FLOPs")
+        axes.set(xscale="log", xmargin=0.08, xlabel="parameters", title=f"{short(budget)} training FLOPs")
         axes.xaxis.set(major_locator=ticker.LogLocator(subs=(1.0, 2.0, 5.0)), major_formatter=ticker.EngFormatter())
         axes.xaxis.set(minor_formatter=ticker.NullFormatter())  # major ones are 20 k, 50 k, 100 k ...
         axes.grid(alpha=0.3)
     panels[0].set_ylabel(loss)
-    panels[0].plot([], [], "o", ms=9, mew=2, mfc="none", color="gray", label="minimum, 95% interval")
-    panels[0].legend(frameon=False, fontsize=8)
+    keys["minimum, 95% interval"], *_ = panels[0].plot([], [], "o", ms=9, mew=2, mfc="none", color="gray")
+    _legend(figure, keys, loc="outside lower center", ncols=3 * len(budgets))
     return figure
 
 
