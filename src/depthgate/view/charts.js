@@ -114,7 +114,7 @@
     return (u, low, high) => {
       if (low == null) return [0, 1];
       const xs = u.data[0], first = xs[0], last = xs[xs.length - 1], [i0, i1] = u.series[0].idxs ?? [0, xs.length - 1];
-      if (chart.axis === "loss" && !wish("first-steps")?.checked && i0 === 0 && i1 === xs.length - 1 && xs.length > 20) {
+      if (chart.axis === "loss" && !wish("first-steps")?.checked && i0 === 0 && i1 === xs.length - 1 && xs.length > 60) {
         const late = xs.flatMap((x, i) => x < first + 0.05 * (last - first) ? [] : u.data.slice(1).map((ys) => ys[i])).filter((y) => y != null);
         if (late.length) high = Math.max(...late);
       }

@@ -6,6 +6,7 @@ document.querySelectorAll("table").forEach((table) => {
     const words = n > 0 && cells.some(({ textContent }) => textContent !== "all" && /[a-z]{3}| to /i.test(textContent));  // they lie to the left
     [head, ...cells].forEach((cell) => cell.classList.toggle("words", words));
     cells.forEach((cell) => { cell.dataset.head = head.textContent; });
+    if (n === 0) cells.forEach((cell) => cell.classList.toggle("short", cell.textContent.length <= 24));  // a name that is not to be cut
   });
 });
 
