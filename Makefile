@@ -56,7 +56,7 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/layers.py
-	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/engine.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

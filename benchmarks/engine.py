@@ -1,13 +1,16 @@
-"""Decode steps of the engine: dense against Mixture-of-Depths, by batch and context.
+"""Decode steps of the engine and the time to a first token: dense against Mixture-of-Depths, by batch and context.
 
-    python benchmarks/engine.py --batches 1,8,64 --contexts 2048,16384 --device cuda --dtype bfloat16 --json
+    python benchmarks/engine.py --shape 1b --batches 1,8,64 --contexts 2048,16384 --device cuda --dtype bfloat16
 
 Weights are random, and routers are set so that they take about 12.5% of the tokens. A model is timed only if the
-tokens of the engine are those of the plain path, in float32 and with two layers.
+tokens of the engine are those of the plain path, in float32 and with two layers. `--transformers` puts Hugging Face's
+generate beside it, with the weights of the dense model (without parts that Qwen3 lacks), as it comes and with a static
+cache, which it compiles. `depthgate bench` times trained models.
 """
 
 import argparse
 import gc
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +20,7 @@ import depthgate as dg
 import measure
 from depthgate.generation.batch import Batch
 from depthgate.generation.config import Sampling
+from depthgate.generation.engine import Engine
 from depthgate.generation.sampling import used_filters
 from depthgate.model import Decoder
 from depthgate.presets import train_config
@@ -26,7 +30,8 @@ _PAGE = 256
 
 def _model(name: str, config: argparse.Namespace, **changes: Any) -> Decoder:
     torch.manual_seed(config.seed)
-    shape = replace(train_config(f"{name}-{config.shape}").model, context=max(config.contexts) + 1024, **changes)
+    preset = f"tiny-{name}" if config.shape == "tiny" else f"{name}-{config.shape}"
+    shape = replace(train_config(preset).model, context=max(config.contexts) + 1024, **changes)
     with torch.device(config.device):
         return Decoder(shape).to(getattr(torch, config.dtype)).eval().requires_grad_(False)
 
@@ -71,22 +76,65 @@ def _calibrated(model: Decoder) -> None:
         router.rule.average.fill_(torch.cat(found).quantile(1 - model.config.capacity).item())
 
 
+def _now(config: argparse.Namespace) -> float:
+    """Seconds, when the device has done all that it was given."""
+    if config.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _first_token(model: Decoder, config: argparse.Namespace) -> float:
+    """Milliseconds from a prompt of the smallest context to its first token, by a running engine."""
+    engine = Engine(model, rows=1, memory=min(config.contexts) + 512)
+    times = []
+    for _ in range(4):
+        prompt = torch.randint(model.config.vocab, (min(config.contexts),)).tolist()
+        begun = _now(config)
+        engine.submit(prompt, Sampling(temperature=0.0, max_new_tokens=2))
+        while not engine.turn():
+            pass
+        times.append((_now(config) - begun) * 1e3)
+        while engine.waiting or engine.running:
+            engine.turn()
+    return min(times[1:])
+
+
+def _by_transformers(config: argparse.Namespace) -> list[dict[str, Any]]:
+    """Hugging Face's generate with the weights of the dense model, greedy, with its own cache and with a static one."""
+    lacking = dict.fromkeys(("key_shift", "embed_norm", "router_norm"), False)
+    small = argparse.Namespace(**{**vars(config), "dtype": "float32"})
+    model = _model("dense", small, **lacking)
+    net = dg.hf.export(model)
+    tokens = torch.randint(model.config.vocab, (2, 16), device=config.device)
+    with torch.inference_mode():
+        if not torch.allclose(net(tokens).logits, model(tokens).logits, atol=1e-3):
+            raise dg.DepthgateError("the logits of transformers are not those of the dense model, so it is not timed")
+    del model
+    net.to(getattr(torch, config.dtype))
+    rows = []
+    for batch in config.batches:
+        tokens = torch.randint(net.config.vocab_size, (batch, min(config.contexts)), device=config.device)
+        for cache in (None, "static"):
+            speed = measure.llama_generate(net, tokens, config.steps, cache_implementation=cache)
+            name = f"transformers, {cache or 'dynamic'} cache"
+            rows.append({"model": name, "batch": batch, "context": min(config.contexts), "tokens_per_second": speed})
+            measure.say(str(rows[-1]))
+    return rows
+
+
 @torch.inference_mode()
 def _timed(model: Decoder, batch: int, context: int, config: argparse.Namespace) -> dict[str, Any]:
     rows = _filled(model, batch, context)
     used = used_filters([Sampling(temperature=0.0)])
     lengths = rows.lengths.clone()
-    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for step in range(config.warmup + config.steps):
         if step == config.warmup:
             rows.lengths.copy_(lengths)
             rows.pos.fill_(context)
-            begun.record()
+            begun = _now(config)
         rows.token.random_(model.config.vocab)  # greedy tokens of random weights would soon repeat
         rows.step(used, None)
-    ended.record()
-    torch.cuda.synchronize()
-    mean = begun.elapsed_time(ended) / config.steps
+    mean = (_now(config) - begun) * 1e3 / config.steps
     grown = (rows.lengths - lengths)[1:].float()
     share = grown.mean().item() / config.steps if model.config.routed else 1.0
     weights = sum(
@@ -115,29 +163,52 @@ def _check(name: str, config: argparse.Namespace) -> None:
 
 
 def run(config: argparse.Namespace) -> None:
-    cells = []
+    if config.transformers:
+        measure.check_transformers()
+    rows: list[dict[str, Any]] = []
     for name in config.models:
         _check(name, config)
         model = _model(name, config)
         if model.config.routed:
             _calibrated(model)
+        first = _first_token(model, config)
         for context in config.contexts:
             for batch in config.batches:
                 row = {"model": name, "batch": batch, "context": context, **_timed(model, batch, context, config)}
+                if (batch, context) == (1, min(config.contexts)):
+                    row["first_token_ms"] = first
                 measure.say(str(row))
-                cells.append(row)
+                rows.append(row)
                 gc.collect()
-                torch.cuda.empty_cache()
+                if config.device == "cuda":
+                    torch.cuda.empty_cache()
         del model
-    measure.report(config, cells, "decode steps", {key: (lambda row, key=key: str(row[key])) for key in cells[0]})
+    if config.transformers:
+        rows += _by_transformers(config)
+    dense = {_case(row): row["tokens_per_second"] for row in rows if row["model"] == "dense"}
+    for row in rows:
+        if _case(row) in dense:
+            row["speed_ratio"] = row["tokens_per_second"] / dense[_case(row)]
+    columns = ("batch", "context", "tokens_per_second", "speed_ratio", "entered", "first_token_ms")
+    shown = {key: (lambda row, key=key: measure.number(row.get(key))) for key in columns}
+    measure.report(config, rows, "decode steps", {"model": lambda row: row["model"], **shown})
+
+
+def _case(row: dict[str, Any]) -> tuple[int, int]:
+    return row["batch"], row["context"]
+
+
+def options() -> argparse.ArgumentParser:
+    found = measure.parser(__doc__)
+    found.add_argument("--shape", choices=("tiny", "124m", "1b"), default="tiny", help="that of the presets")
+    found.add_argument("--models", type=lambda text: text.split(","), default=["dense", "mod"])
+    found.add_argument("--batches", type=measure.whole_numbers, default=[1, 8], help="sequences decoded at once")
+    found.add_argument("--contexts", type=measure.whole_numbers, default=[256], help="tokens that were read before")
+    found.add_argument("--steps", type=int, default=60)
+    found.add_argument("--warmup", type=int, default=5)
+    found.add_argument("--transformers", action="store_true", help="also Hugging Face's generate with those weights")
+    return found
 
 
 if __name__ == "__main__":
-    options = measure.parser(__doc__)
-    options.add_argument("--shape", default="1b", help="of the presets: 124m or 1b")
-    options.add_argument("--models", type=lambda text: text.split(","), default=["dense", "mod"])
-    options.add_argument("--batches", type=measure.whole_numbers, default=[1, 8, 64])
-    options.add_argument("--contexts", type=measure.whole_numbers, default=[2048, 16384])
-    options.add_argument("--steps", type=int, default=60)
-    options.add_argument("--warmup", type=int, default=5)
-    measure.main(run, options.parse_args())
+    measure.main(run, options().parse_args())

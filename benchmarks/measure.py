@@ -80,7 +80,7 @@ def figure(name: str, digits: int = 0, scale: float = 1.0) -> Callable[[Row], st
 def check_transformers() -> None:
     """Refuse to start where transformers is missing."""
     if find_spec("transformers") is None:
-        raise DepthgateError("llama is asked for, but transformers is not installed: pip install 'depthgate[hf]'")
+        raise DepthgateError("transformers is asked for, but is not installed: pip install 'depthgate[hf]'")
 
 
 def llama(model: ModelConfig, seed: int) -> Any:
@@ -94,13 +94,18 @@ def llama(model: ModelConfig, seed: int) -> Any:
 
 
 @torch.inference_mode()
-def llama_generate(net: Any, tokens: torch.Tensor, new_tokens: int) -> float:
+def number(value: float | None) -> str:
+    """A number of a table, or nothing."""
+    return "" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
+
+
+def llama_generate(net: Any, tokens: torch.Tensor, new_tokens: int, **options: Any) -> float:
     """Tokens a second of `generate`, greedy, after a prompt of `tokens` (B, T): the time of `new_tokens` more than one,
     so that reading the prompt is left out."""
 
     def seconds(count: int) -> float:
         start = time.perf_counter()
-        net.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        net.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options)
         if tokens.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start

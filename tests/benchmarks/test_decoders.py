@@ -1,4 +1,4 @@
-"""benchmarks/generate.py and benchmarks/train.py on models of a few thousand weights."""
+"""benchmarks/engine.py and benchmarks/train.py on models of a few thousand weights."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import generate
+import engine
 import measure
 import train
 from depthgate.errors import DepthgateError
@@ -27,13 +27,28 @@ def report(module: Any, options: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_random_weights_are_measured_at_their_configured_share(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--contexts", "64", "--batches", "1", "--new_tokens", "8", "--json"]
-    rows = {(row["model"], row["cache"]): row for row in report(generate, options, capsys)["rows"]}
-    assert set(rows) == {(name, cache) for name in ("dense", "MoD") for cache in (True, False)}
-    dense, mod = rows["dense", True], rows["MoD", True]
-    assert 0.5 < mod["kv_ratio"] == mod["kv_bytes"] / dense["kv_bytes"] < 0.6
-    assert "kv_bytes" not in rows["MoD", False]
+    options = ["--contexts", "64", "--batches", "1,4", "--steps", "24", "--transformers", "--json"]
+    rows = {(row["model"], row["batch"]): row for row in report(engine, options, capsys)["rows"]}
+    names = ("dense", "mod", "transformers, dynamic cache", "transformers, static cache")
+    assert set(rows) == {(name, batch) for name in names for batch in (1, 4)}
+    assert 0.02 < rows["mod", 4]["entered"] < 0.3
+    assert rows["dense", 1]["first_token_ms"] > 0
     assert all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert rows["mod", 1]["speed_ratio"] == rows["mod", 1]["tokens_per_second"] / rows["dense", 1]["tokens_per_second"]
+
+
+def test_a_wrong_engine_gets_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = engine.dg.generate
+
+    def wrong(*given: Any, **how: Any) -> Any:
+        found = right(*given, **how)
+        found[0].tokens[-1] += how["engine"]
+        return found
+
+    monkeypatch.setattr(engine.dg, "generate", wrong)
+    with pytest.raises(DepthgateError, match="not those of the plain path"):
+        engine.run(engine.options().parse_args(["--contexts", "64", "--json"]))
+    assert capsys.readouterr().out == ""
 
 
 def test_steps_are_timed_with_their_flops(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,7 +75,7 @@ def test_llama_without_transformers_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)  # as where it is not installed
     with pytest.raises(SystemExit) as caught:
-        measure.main(generate.run, generate.options().parse_args(["--llama", "--json"]))
+        measure.main(engine.run, engine.options().parse_args(["--transformers", "--json"]))
     captured = capsys.readouterr()
     assert (caught.value.code, captured.out, captured.err.count("\n")) == (2, "", 1)
     assert "pip install 'depthgate[hf]'" in captured.err
