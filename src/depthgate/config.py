@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides
+from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_head
 from depthgate.options import DEVICES, Options, choice, count, number, option, positional, required, whole_numbers
 
 KINDS = ("dense", "mod", "moe", "mode", "mode_staged", "random")
@@ -106,11 +106,7 @@ class ModelConfig(Options):
             check_count(self.experts, "experts", minimum=2)
         if self.null_experts and "mode" in self.kinds and self.choice == "experts":
             raise InvalidValueError(f"null_experts is {self.null_experts}: they are for --model.choice tokens")
-        if self.key_shift and self.head_size % 4:
-            raise InvalidValueError(f"the head size is {self.head_size}: key_shift needs a multiple of 4; change it")
-        if self.head_size % 2:
-            what = "dim / heads" if self.head_dim is None else "head_dim"
-            raise InvalidValueError(f"{what} is {self.head_size}: rotary positions need an even head size; change it")
+        check_head(self.head_size, "head_dim" if self.head_dim else "dim / heads", self.key_shift)
         check_divides(self.kv_heads or self.heads, self.heads, "kv_heads", "heads")
 
     @property

@@ -86,6 +86,9 @@ class World:
         return values[0]
 
 
+ALONE = World()  # one process, on the CPU
+
+
 def _attention_forward(query: _Shape, key: _Shape, value: _Shape, *_: Any, **__: Any) -> int:
     """query (B, H, T, d), key (B, G, S, d), value (B, G, S, e): scores, and their product with the values."""
     B, H, T, d = query

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_number
+from depthgate.errors import check_capacity, check_choice, check_count, check_divides, check_head, check_number
 from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
 from depthgate.ops.rows import check_tokens, masked_positions, plain_positions, take_rows
@@ -98,10 +98,7 @@ class MoDEncoder(_SequenceEncoder):
     ) -> None:
         check_count(num_heads, "num_heads")
         head_size = check_divides(num_heads, check_count(hidden_size, "hidden_size"), "num_heads", "hidden_size")
-        if head_size % 2:
-            raise InvalidValueError(
-                f"hidden_size / num_heads is {head_size}: rotary positions need an even head size; change one"
-            )
+        check_head(head_size, "hidden_size / num_heads")
         check_capacity(capacity_ratio, "capacity_ratio")
         check_choice(gating, "gating", ("hard", "soft"))
         super().__init__(embed_dim, hidden_size, check_count(window_size, "window_size"))

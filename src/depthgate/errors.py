@@ -65,6 +65,15 @@ def check_divides(part: int, whole: int, part_name: str, whole_name: str) -> int
     return whole // part
 
 
+def check_head(size: int, name: str, key_shift: bool = False) -> int:
+    """The width of a head, whose pairs rotary positions turn, and of whose halves key_shift is made."""
+    if size % 2:
+        raise InvalidValueError(f"{name} is {size}: rotary positions need an even head size; change it")
+    if key_shift and size % 4:
+        raise InvalidValueError(f"the head size is {size}: key_shift needs a multiple of 4; change it")
+    return size
+
+
 def check_choice(value: Any, name: str, allowed: Collection[str]) -> str:
     """One of a fixed set of names."""
     if not isinstance(value, str) or value not in allowed:

@@ -39,11 +39,6 @@ def number(default: float | None, interval: str, about: str = "") -> Any:
     return option(default, about, partial(check_number, interval=interval))
 
 
-def switch(about: str) -> Any:
-    """A field that is false unless it is asked for."""
-    return option(False, about)
-
-
 def repeatable(about: str) -> Any:
     """A field for a list of texts, whose option may be given several times."""
     return field(default=None, metadata={"about": about, "typed": {"action": "append"}})

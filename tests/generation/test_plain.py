@@ -211,7 +211,7 @@ BAD = {
     "no callback": ({"callback": 3}, "callback is 3"),
     "an unknown option": (
         {"temprature": 1.0},
-        "temprature is not an option of generation: these are temperature, top_k",
+        "temprature is not an option of Sampling: did you mean temperature?",
     ),
     "text without a tokenizer": ({"prompts": "abc"}, "no tokenizer"),
 }

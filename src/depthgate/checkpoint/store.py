@@ -33,7 +33,7 @@ from torch import Tensor
 from depthgate.checkpoint import tensors as tensor_files
 from depthgate.checkpoint.tensors import FILE_NAME, damaged, file_name, from_json
 from depthgate.config import EXPERT_KINDS
-from depthgate.device import World
+from depthgate.device import ALONE, World
 from depthgate.errors import DepthgateError, DepthgateWarning, check_count
 from depthgate.files import sync
 from depthgate.flops import swiglu_hidden
@@ -59,7 +59,6 @@ GroupNames = Collection[str]
 Plain = dict[str, Any]
 Records = dict[str, dict[str, Any]]  # size and SHA-256 of files, by name
 T = TypeVar("T")
-_ALONE = World()
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Checkpoint:
 
 
 def save(
-    run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int = 2, world: World = _ALONE
+    run: Path, step: int, tensors: Tensors, state: Plain, config: Plain, keep: int = 2, world: World = ALONE
 ) -> Path:
     """Write `run/step-N`, then remove all but the `keep` newest complete checkpoints up to it; returns the folder.
 
@@ -237,7 +236,7 @@ def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> It
         raise damaged(path, f"cannot be opened ({error.strerror})") from None
 
 
-def load(run: Path, only: GroupNames | None = None, world: World = _ALONE, held: Named | None = None) -> Checkpoint:
+def load(run: Path, only: GroupNames | None = None, world: World = ALONE, held: Named | None = None) -> Checkpoint:
     """Read the newest complete checkpoint, the same in all processes; a warning names damaged ones, which are skipped.
 
     `only` names the groups of tensors to read, and to check; all unless given. In several processes, a tensor with the
@@ -263,7 +262,7 @@ def load(run: Path, only: GroupNames | None = None, world: World = _ALONE, held:
 
 
 def read_folder(
-    folder: Path, only: GroupNames | None = None, world: World = _ALONE, held: Named | None = None
+    folder: Path, only: GroupNames | None = None, world: World = ALONE, held: Named | None = None
 ) -> Checkpoint:
     """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error. Each process
     compares its share of the files with their hashes, and looks at all headers before it takes memory for tensors."""

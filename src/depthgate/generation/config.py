@@ -1,11 +1,11 @@
 """Options of generation, each named once. Imports no torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.options import DEVICES, Options, choice, count, number, option, repeatable, required, switch
+from depthgate.options import DEVICES, Options, choice, count, number, option, repeatable, required
 
 
 def _check_seed(seed: Any, name: str) -> None:
@@ -49,9 +49,6 @@ class Sampling(Options):
     @classmethod
     def of(cls, options: dict[str, Any]) -> "Sampling":
         """The options that a function was given; other names are refused."""
-        known = [each.name for each in fields(cls)]
-        if unknown := sorted(options.keys() - known):
-            raise InvalidValueError(f"{unknown[0]} is not an option of generation: these are {', '.join(known)}")
         return cls(**options)
 
     @property
@@ -77,8 +74,8 @@ class GenerateConfig(Sampling):
     prompt: list[str] | None = repeatable("text to continue; may be given several times")
     stop: list[str] | None = repeatable("text at which to end; may be given several times")
     seed: int = count(0, "seed of the sampling of every prompt", minimum=0, maximum=2**63 - 1)
-    no_cache: bool = switch("compute everything again for each token; the same text, slower")
-    depth: bool = switch("colour each token by how many layers it went through")
+    no_cache: bool = option(False, "compute everything again for each token; the same text, slower")
+    depth: bool = option(False, "colour each token by how many layers it went through")
     chunk: int = count(512, "tokens of a prompt computed at once")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 

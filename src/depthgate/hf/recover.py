@@ -67,9 +67,11 @@ class Recovery:
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.enable_input_require_grads()
-        if config.compile:
+        if config.compile:  # once for all layers of a kind, and for each number of tokens that they take
+            torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
             for each in filter(None, (language, self.teacher)):
-                _compile_layers(each.model)
+                for layer in decoder_layers(each.model):
+                    layer.compile(dynamic=False)
         self._flops = self._count_flops()
         self.goal = config.capacity or self.capacity
         self.falling_steps = falling_steps(config.capacity_share, config.schedule_steps or config.steps)
@@ -157,13 +159,6 @@ def falling_steps(share: float, steps: int) -> int:
 def decays(name: str, weight: Tensor) -> bool:
     """True for matrices of layers; embeddings, norms, routers and LoRA do not decay."""
     return weight.ndim >= 2 and not any(part in name for part in ("embed", "wte", "wpe", "head", "lora_", "router"))
-
-
-def _compile_layers(model: Any) -> None:
-    """Compile layers, once for all of a kind and for each number of tokens that they take."""
-    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # stages of the capacity
-    for layer in decoder_layers(model):
-        layer.compile(dynamic=False)
 
 
 def _with_lora(model: Any, rank: int) -> Any:

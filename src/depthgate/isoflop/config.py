@@ -10,7 +10,7 @@ from typing import Any
 
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number, near
-from depthgate.options import DEVICES, Options, choice, count, number, option, switch
+from depthgate.options import DEVICES, Options, choice, count, number, option
 from depthgate.presets import EXPERTS, MOD, PRESETS, RECIPE, train_config
 
 _DENSE = {"pattern": "dense", **RECIPE}
@@ -129,7 +129,7 @@ class IsoflopConfig(Options):
     points: int = count(1, "checkpoints of each cell that are measured, evenly spread and the last", maximum=99)
     samples: int = count(0, "tokens to sample from each variant's best model", minimum=0, maximum=2**16)
     extend: bool = option(False, "go on with a study of other budgets, sizes (center, spread), variants or seeds")
-    dry_run: bool = switch("print the grid, and train nothing")
+    dry_run: bool = option(False, "print the grid, and train nothing")
 
     def check_together(self) -> None:
         for name, found in (("budgets", self.budget_list), ("variants", [each.name for each in self.variant_list])):
@@ -180,11 +180,6 @@ class IsoflopConfig(Options):
     def most_measured(self) -> int | None:
         """`measured`, or the default for the budgets; None: all."""
         return self.measured or (None if self.large else 2**17)
-
-    @property
-    def seed_list(self) -> range:
-        """The seeds of every cell."""
-        return range(self.seed, self.seed + self.seeds)
 
     def seeds_of(self, variant: str, budget: float) -> range:
         """The seeds of a variant's cells: dense has two at least at the smallest budget, to calibrate the study."""

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import InvalidValueError, check_count, check_divides, check_number
+from depthgate.errors import InvalidValueError, check_count, check_divides, check_head, check_number
 from depthgate.ops.attention import (
     cached_attention,
     can_pack,
@@ -51,13 +51,7 @@ class Attention(nn.Module):
         self.kv_heads = heads if kv_heads is None else check_count(kv_heads, "kv_heads", maximum=heads)
         self.head_dim = check_count(head_dim, "head_dim") if head_dim else check_divides(heads, dim, "heads", "dim")
         check_divides(self.kv_heads, heads, "kv_heads", "heads")
-        if self.head_dim % 2:
-            raise InvalidValueError(
-                f"{'head_dim' if head_dim else 'dim / heads'} is {self.head_dim}: rotary positions need an even head "
-                "size; change it"
-            )
-        if key_shift and self.head_dim % 4:
-            raise InvalidValueError(f"the head size is {self.head_dim}: key_shift needs a multiple of 4; change it")
+        check_head(self.head_dim, "head_dim" if head_dim else "dim / heads", key_shift)
         self.key_shift = key_shift
         self.rope_base = check_number(rope_base, "rope_base", "(0, inf)")
         self.bidirectional = bidirectional

@@ -1,6 +1,5 @@
 """Mixture-of-Depths (Raposo et al. 2024, arXiv 2404.02258): only the tokens a router picks go through a block."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from depthgate.errors import InvalidValueError
 from depthgate.ops.rows import check_tokens, plain_positions
 from depthgate.routing.gates import sigmoid
-from depthgate.routing.plan import Plan, Plans, Slots
+from depthgate.routing.plan import Plans, Slots
 from depthgate.routing.routers import Scorer, TopTokens
 
 
@@ -31,17 +30,15 @@ class MoD(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Plans]:
         """The arguments of an Update, and keep (B, T) bool: tokens routed before all others, whatever their score."""
-        plan, block, plans = self._routed(x, *args, **call)
-        update = plan.combine(block(plan.dispatch(x, fill=0)))
-        return update, tuple(plans)
+        plan, rows, plans = self._computed(x, *args, **call)
+        return plan.combine(rows), plans
 
     def add_to(self, x: Tensor, *args: Any, **call: Any) -> tuple[Tensor, Plans]:
         """x plus the update, and the plans. Only the routed tokens are added up; the others are not touched."""
-        plan, block, plans = self._routed(x, *args, **call)
-        y = plan.add(x, block(plan.dispatch(x, fill=0)))
-        return y, tuple(plans)
+        plan, rows, plans = self._computed(x, *args, **call)
+        return plan.add(x, rows), plans
 
-    def _routed(
+    def _computed(
         self,
         x: Tensor,
         pos: Tensor | None = None,
@@ -51,43 +48,27 @@ class MoD(nn.Module):
         plain: bool = False,
         max_documents: int | None = None,
         keep: Tensor | None = None,
-    ) -> tuple[Slots, Callable[[Tensor], Tensor], list[Plan]]:
-        """The plan; the block as a function of rows (B, 1, C, D); and a list of the plan and those within the block,
-        which its call completes."""
+    ) -> tuple[Slots, Tensor, Plans]:
+        """The plan; the block's update (B, 1, C, D) of the rows that it takes; the plan and those within the block."""
         check_tokens(x, self.router.dim)
         if pos is None:
             pos, plain = plain_positions(x), doc is None and cache is None
         plan = self.router(x, None if plain else pos, causal, doc=doc, keep=keep, max_documents=max_documents)
-        row_pos = plan.dispatch(pos, fill=-1)[:, 0]
-        row_doc = None if doc is None else plan.dispatch(doc, fill=-1)[:, 0]
-        plans = [plan]
-
-        def block(rows: Tensor) -> Tensor:
-            if rows.shape[2] == 0:  # no token enters: nothing is computed, nothing is cached
-                return rows
-            if cache is not None and plan.filled is not None and not torch.compiler.is_compiling():
-                return of_entering_sequences(rows, plan.filled[:, 0].any(1).nonzero()[:, 0])
-            update, inner = self.block(
-                rows[:, 0],
-                pos=row_pos,
-                doc=row_doc,
-                cache=cache,
-                causal=causal,
-                plain=plain and plan.filled is None,
-                max_documents=max_documents,
-            )
-            plans.extend(inner)
-            return update[:, None]  # type: ignore[no-any-return]
-
-        def of_entering_sequences(rows: Tensor, batch: Tensor) -> Tensor:
-            """The block of the sequences (N,) that enter: only they are computed, and only they are cached."""
-            if len(batch) == 0:
-                return torch.zeros_like(rows)
-            update, inner = self.block(rows[batch, 0], pos=row_pos[batch], cache=cache.at(batch), causal=causal)
-            plans.extend(inner)
-            return update.new_zeros(len(rows), *update.shape[1:]).index_copy(0, batch, update)[:, None]  # type: ignore[no-any-return]
-
-        return plan, block, plans
+        rows, row_pos = plan.dispatch(x, fill=0)[:, 0], plan.dispatch(pos, fill=-1)[:, 0]
+        if rows.shape[1] == 0:  # no token enters: nothing is computed, nothing is cached
+            return plan, rows[:, None], (plan,)
+        if cache is None or plan.filled is None or torch.compiler.is_compiling():
+            row_doc = None if doc is None else plan.dispatch(doc, fill=-1)[:, 0]
+            call = {"plain": plain and plan.filled is None, "max_documents": max_documents}
+            update, inner = self.block(rows, pos=row_pos, doc=row_doc, cache=cache, causal=causal, **call)
+            return plan, update[:, None], (plan, *inner)
+        # Only the sequences (N,) that enter are computed, and only they are cached.
+        batch = plan.filled[:, 0].any(1).nonzero()[:, 0]
+        if len(batch) == 0:
+            return plan, torch.zeros_like(rows)[:, None], (plan,)
+        update, inner = self.block(rows[batch], pos=row_pos[batch], cache=cache.at(batch), causal=causal)
+        update = update.new_zeros(len(rows), *update.shape[1:]).index_copy(0, batch, update)
+        return plan, update[:, None], (plan, *inner)
 
 
 class SoftMoD(nn.Module):

@@ -102,7 +102,9 @@ class MoE(nn.Module):
             else:
                 update = real.combine(self.experts(real.dispatch(x, fill=0)))
         if self.shared is not None:
-            update = update + self._shared(x, pos)
+            real = None if pos is None else (pos >= 0)[..., None]  # padding, whatever lies in it, gets 0
+            shared = self.shared(x if real is None else torch.where(real, x, 0.0))[0]
+            update = update + (shared if real is None else torch.where(real, shared, 0.0))
         return update, (plan,)
 
     def each_alone(self, x: Tensor) -> Tensor:
@@ -126,11 +128,3 @@ class MoE(nn.Module):
         else:
             found = self.experts(x.expand(1, E, N, -1))[0]
         return (weights * found).sum(0) + shared  # type: ignore[no-any-return]
-
-    def _shared(self, x: Tensor, pos: Tensor | None) -> Tensor:
-        """The shared expert of every real token; padding, whatever lies in it, gets 0."""
-        assert self.shared is not None
-        if pos is None:
-            return self.shared(x)[0]  # type: ignore[no-any-return]
-        real = (pos >= 0)[..., None]
-        return torch.where(real, self.shared(torch.where(real, x, 0.0))[0], 0.0)

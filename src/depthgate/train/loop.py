@@ -26,13 +26,13 @@ from depthgate.config import RunConfig, TrainConfig
 from depthgate.data.batches import Packed, Rows, batches
 from depthgate.data.token_file import Documents, prepare, told
 from depthgate.data.tokenizer import folder_hash, tokenizer_by_name
-from depthgate.device import World, matmul_rate, resolve_device
+from depthgate.device import ALONE, World, matmul_rate, resolve_device
 from depthgate.errors import DepthgateError, DepthgateWarning, InvalidValueError
 from depthgate.flops import training_flops
 from depthgate.layers import MoD
 from depthgate.routing import Groups, Plans, Slots, causal_bce, depth_plans, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
-from depthgate.train.optim import ALONE, Optimizers
+from depthgate.train.optim import Optimizers
 from depthgate.train.parallel import build_decoder, joined, like
 from depthgate.train.run_folder import Record, Row, recording, stop_signals
 from depthgate.train.step import Figures, Step, Task, precision

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.config import RunConfig, TrainConfig
-from depthgate.device import World
+from depthgate.device import ALONE, World
 from depthgate.train.parallel import like
 
-ALONE = World()  # one process, on the CPU
 Optimizers = Sequence[torch.optim.Optimizer]
 
 

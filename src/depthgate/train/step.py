@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from depthgate.config import RunConfig
 from depthgate.data.batches import Rows
-from depthgate.device import World
+from depthgate.device import ALONE, World
 from depthgate.routing import Plans, Threshold, update_thresholds
-from depthgate.train.optim import ALONE, Optimizers, apply
+from depthgate.train.optim import Optimizers, apply
 
 _WARMUP = 2  # steps before a capture, in which libraries and the compiler set themselves up
 
