@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Collection, Iterable
 from functools import cache
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
@@ -79,6 +80,14 @@ def check_choice(value: Any, name: str, allowed: Collection[str]) -> str:
     if not isinstance(value, str) or value not in allowed:
         raise InvalidValueError(f"{name} is {_show(value)}: it must be one of {', '.join(sorted(allowed))}")
     return value
+
+
+def installed(package: str, extra: str) -> Any:
+    """A package that not all of depthgate needs, and that an extra of it brings along."""
+    try:
+        return import_module(package)
+    except ImportError:
+        raise DepthgateError(f"{package} is missing: pip install 'depthgate[{extra}]'") from None
 
 
 class DepthgateWarning(UserWarning):

@@ -55,7 +55,6 @@ _STEP = re.compile(r"(?:step|(\.old)-step)-(0|[1-9][0-9]{0,15})(?(1)-[0-9a-f]+)"
 
 Named = Mapping[str, Tensor]
 Tensors = Mapping[str, Named]  # by group and name
-GroupNames = Collection[str]
 Plain = dict[str, Any]
 Records = dict[str, dict[str, Any]]  # size and SHA-256 of files, by name
 T = TypeVar("T")
@@ -236,7 +235,7 @@ def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> It
         raise damaged(path, f"cannot be opened ({error.strerror})") from None
 
 
-def load(run: Path, only: GroupNames | None = None, world: World = ALONE, held: Named | None = None) -> Checkpoint:
+def load(run: Path, only: Collection[str] | None = None, world: World = ALONE, held: Named | None = None) -> Checkpoint:
     """Read the newest complete checkpoint, the same in all processes; a warning names damaged ones, which are skipped.
 
     `only` names the groups of tensors to read, and to check; all unless given. In several processes, a tensor with the
@@ -262,7 +261,7 @@ def load(run: Path, only: GroupNames | None = None, world: World = ALONE, held: 
 
 
 def read_folder(
-    folder: Path, only: GroupNames | None = None, world: World = ALONE, held: Named | None = None
+    folder: Path, only: Collection[str] | None = None, world: World = ALONE, held: Named | None = None
 ) -> Checkpoint:
     """Read one checkpoint, from a folder of any name; what is missing, damaged or unknown is an error. Each process
     compares its share of the files with their hashes, and looks at all headers before it takes memory for tensors."""

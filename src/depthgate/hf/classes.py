@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.config import ModelConfig
-from depthgate.errors import DepthgateError, DepthgateWarning
+from depthgate.errors import DepthgateError, DepthgateWarning, installed
 from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, decoder_layers, modeling
 from depthgate.hf.folder import CODE, check_code, code_names
 from depthgate.hf.inputs import PADDING, hand_down, places
@@ -268,10 +268,7 @@ def _inherit(model: Any, base: Any, kind: str) -> None:
 @cache
 def register() -> None:
     """Make the Auto classes of transformers know routed models: `import depthgate.hf` calls it."""
-    try:
-        import transformers
-    except ImportError:
-        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
+    transformers = installed("transformers", "hf")
     from transformers.models.auto import configuration_auto, tokenization_auto
 
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, installed
 from depthgate.hf.families import FAMILIES, OURS, PREFIX
 
 CODE = "modeling_depthgate"  # the module in a saved folder that auto_map names
@@ -26,11 +26,10 @@ _CAUSES = {  # of errors whose own words mislead, by a part of these
 
 def load(path: Path) -> Any:
     """The model of a folder or a GGUF file, in evaluation mode, on the CPU; a GGUF file's in float32, to be trained."""
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError:
-        raise DepthgateError("transformers is missing: pip install 'depthgate[hf]'") from None
+    installed("transformers", "hf")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     packed, folder, how, remedy = gguf_of(path), path, {"dtype": "auto"}, ""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed, Rows
 from depthgate.device import count_flops
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, installed
 from depthgate.flops import budget
 from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
 from depthgate.hf.classes import ROUTER
@@ -163,12 +163,9 @@ def decays(name: str, weight: Tensor) -> bool:
 
 def _with_lora(model: Any, rank: int) -> Any:
     """LoRA in all linear layers except those of routers, which are trained as they are."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise DepthgateError("peft is missing: pip install 'depthgate[finetune]'") from None
+    peft = installed("peft", "finetune")
     where = {"target_modules": "all-linear", "exclude_modules": rf".*{ROUTER}.*"}
-    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **where))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM", **where))
     print(f"LoRA of rank {rank} in {len(adapted.targeted_module_names)} layers", file=sys.stderr)
     return adapted
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
-from importlib import import_module
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch._inductor.config as inductor
 from depthgate.checkpoint.store import METRICS
 from depthgate.data.token_file import prepare
 from depthgate.device import machine, resolve_device
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, installed
 from depthgate.files import write_json
 from depthgate.flops import forward_flops
 from depthgate.isoflop.config import IsoflopConfig
@@ -206,16 +205,9 @@ def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool, to
         os._exit(1)
 
 
-def _installed(launcher: str, extra: str) -> Any:
-    try:
-        return import_module(launcher)
-    except ImportError:
-        raise DepthgateError(f"launcher {launcher} is missing: pip install 'depthgate[{extra}]'") from None
-
-
 @contextmanager
 def _ray(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[Future[Row]]]:
-    ray = _installed("ray", "ray")
+    ray = installed("ray", "ray")
     ours = not ray.is_initialized()
     if ours:
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
@@ -236,7 +228,7 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[
 
 @contextmanager
 def _submitit(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[Future[Row]]]:
-    executor = _installed("submitit", "sweep").AutoExecutor(folder=Path(config.out).absolute() / "jobs")
+    executor = installed("submitit", "sweep").AutoExecutor(folder=Path(config.out).absolute() / "jobs")
     resources = {"cpus_per_task": config.cpus, "gpus_per_node": int(config.gpus)}
     executor.update_parameters(name="depthgate", timeout_min=config.minutes, **resources)
     with executor.batch():
