@@ -72,7 +72,8 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
     found, name = read(model, ids), isolated(short(folder))
     source = isolated(short(config.text)) if config.text else "the prompt" if config.prompt else "held-out text"
     size = {"tokens": count(len(found.tokens), "token"), "layers": count(found.depth, "layer")}
-    about = [fill("about_text", name=name, source=source, window=model.context, routed=len(found.layers), **size)]
+    routed, do = (len(found.experts), "have experts") if found.experts else (len(found.layers), "are routed")
+    about = [fill("about_text", name=name, source=source, window=model.context, routed=routed, do=do, **size)]
     if replaced:
         what = "1 byte of the file is" if replaced == 1 else f"{replaced:,} bytes of the file are"
         about.append(note(f"{what} not UTF-8: � stands for each."))
