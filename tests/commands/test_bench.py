@@ -67,7 +67,9 @@ def test_runs_are_measured_as_they_are(home: Path, capsys: pytest.CaptureFixture
 
 
 def test_held_out_text_is_read_as_far_as_the_context_goes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert set(measured(capsys, "--models=mod", "--batch=2")) == {("mod", 2, 48 - 8)}
+    rows = measured(capsys, "--models=mod", "--batch=2")
+    assert set(rows) == {(name, 2, 48 - 8) for name in ("dense twin", "mod")}  # a run alone is compared with its twin
+    assert rows["mod", 2, 40]["kv_bytes"] < rows["dense twin", 2, 40]["kv_bytes"]
     assert main([*BENCH, "--models=dense,mod", "--batch=1", "--dtype=bfloat16"]) == 0
     table = capsys.readouterr().out
     shown = [line.split()[:2] for line in table.splitlines() if " 40 " in line]
@@ -90,8 +92,9 @@ def test_a_cache_that_is_wrong_gets_no_time(
     monkeypatch.setattr(LayerCache, "append", lambda self, k, v, *at: real(self, k, -3 * v, *at))
     assert main([*BENCH, "--json", "--models=mod"]) == 2
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["rows"] == [{"model": "mod", "error": "logits with and without a cache differ"}]
-    assert "wrong answer, not timed: mod" in captured.err
+    wrong = {"error": "logits with and without a cache differ"}
+    assert json.loads(captured.out)["rows"] == [{"model": name, **wrong} for name in ("dense twin", "mod")]
+    assert "wrong answer, not timed: dense twin, mod" in captured.err
 
 
 @pytest.mark.parametrize(

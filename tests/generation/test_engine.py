@@ -12,6 +12,7 @@ from depthgate.data.tokenizer import ByteTokenizer
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine
+from depthgate.generation.text import read_prompts
 from tests.generation.models import VOCAB, built, prompts, said
 
 PATTERNS = ("dense,mod", "mod,moe", "dense,mode_staged", "mod,mode")
@@ -242,3 +243,28 @@ def test_engine_with_beams_or_without_a_cache_is_refused():
     for options in ({"beams": 2}, {"cache": False}):
         with pytest.raises(InvalidValueError, match="engine is True and"):
             dg.generate(built("dense"), [[1]], engine=True, **options)
+
+
+def test_pages_that_others_took_while_a_prompt_was_read():
+    """The prompt is read again when there is room: none of it is lost."""
+    model = built("dense", context=64)
+    long = torch.randint(40, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    engine = Engine(model, rows=2, memory=64, page=1, chunk=1)
+    engine.ahead = 3  # as on CUDA
+    first = engine.submit([1, 2, 3], Sampling(max_new_tokens=40, seed=1))
+    for _ in range(18):
+        engine.turn()
+    second = engine.submit(long, Sampling(max_new_tokens=20, seed=2))
+    finish(engine)
+    wanted = dg.generate(model, [long], max_new_tokens=20, seed=2)
+    assert said([second.result]) == said(wanted)
+    assert len(first.result.tokens) == 40
+
+
+def test_an_owner_of_many_requests_does_not_keep_others_waiting():
+    engine = Engine(built("dense"), rows=2)
+    results = read_prompts(engine.model, [[1], [2], [3], [4]])
+    for result, owner in zip(results, ("one", "one", "one", "other"), strict=True):
+        engine.add(result, Sampling(max_new_tokens=3), owner=owner)
+    engine.turn()
+    assert [bool(result.tokens) for result in results] == [True, False, False, True]

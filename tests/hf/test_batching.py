@@ -69,6 +69,12 @@ def test_sampling_follows_the_config_and_torchs_seed(model):
     assert said(1) == [each.tokens[: each.tokens.index(2) + 1] if 2 in each.tokens else each.tokens for each in plain]
 
 
+def test_options_that_the_engine_does_not_have_are_refused(model):
+    config = type(model.generation_config)(no_repeat_ngram_size=2, max_new_tokens=4)
+    with pytest.raises(dg.DepthgateError, match="does not know no_repeat_ngram_size"):
+        model.init_continuous_batching(config)
+
+
 def test_requests_come_and_go(model):
     manager = model.init_continuous_batching()
     with pytest.raises(dg.DepthgateError, match="start"):

@@ -6,7 +6,7 @@ are the same. Timed rounds go through all models in turn, so that a drift of the
 """
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -91,6 +91,9 @@ class _ByEngine(_Cached):
 def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     """A row for each model, batch and context; for a wrong model, one that says so."""
     cached = {folder: _Cached(open_model(folder, device)) for folder in config.models.split(",")}
+    one, *others = cached.values()
+    if not others and one.ours and {*one.net.config.kinds} != {"dense"}:
+        cached = {"dense twin": _Cached(_twin(one.net)), **cached}
     room = min(each.room for each in cached.values())
     contexts = config.numbers("context") or [max(1, min(512, room - config.new_tokens))]
     if max(contexts) + config.new_tokens > room:
@@ -124,6 +127,13 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
             about = {"model": name.removesuffix(", engine"), "path": each.path, "batch": batch, "context": context}
             rows.append({**about, **found, "ratios": ratios})
     return rows
+
+
+def _twin(model: LoadedDecoder) -> LoadedDecoder:
+    """The model with every layer dense and random weights, which take the time of any others."""
+    twin = LoadedDecoder(replace(model.config, pattern="dense", first=None)).to(model.embed.weight)
+    twin.tokenizer = model.tokenizer
+    return twin.eval()
 
 
 def _text(config: BenchConfig, model: LanguageModel, context: int) -> Tensor:

@@ -34,7 +34,8 @@ def run(config: ServeConfig, as_json: bool) -> int:
         return replicate(config, port, ready)
     except ImportError as error:
         missing = str(error.name).partition(".")[0]
-        raise DepthgateError(f"{missing} is missing: pip install 'depthgate[serve,ray]'") from None
+        extra = "serve" if config.replicas is None else "serve,ray"
+        raise DepthgateError(f"{missing} is missing: pip install 'depthgate[{extra}]'") from None
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -73,6 +74,10 @@ def listen(app: Any, address: socket.socket, ready: Callable[[], None]) -> int:
             return await super().on_tick(counter)
 
     limits: Any = {"lifespan": "off", "ws": "none", "timeout_graceful_shutdown": 5}  # seconds for the last bytes
+    limits |= {
+        "http": "h11",
+        "h11_max_incomplete_event_size": 2**16,
+    }  # bytes of a request's head; httptools has no limit
     server = Server(uvicorn.Config(app, log_level="error", access_log=False, server_header=False, **limits))
     server.run([address])
     return 130 if server.force_exit else 0

@@ -8,7 +8,7 @@ and seed alone.
 
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +26,7 @@ from depthgate.generation.text import Event, Generation, Prompt, Writing, check_
 from depthgate.model import Decoder
 
 _PAGE, _MOST_ROWS = 256, 64
+_CHUNKS = 16  # of tokens of prompts that are read at once while no request is written
 _AHEAD = 3  # steps that a GPU has before it while the first of them is read
 _MOST_LIKELY = 20  # tokens whose log-probabilities a request may ask for
 
@@ -36,6 +37,7 @@ class Request(Writing):
     def __init__(self, number: int, result: Generation, model: Decoder, sampling: Sampling, top: int | None) -> None:
         super().__init__(number, result, model, sampling)
         self.top, self.seed = top, sampling.seeds(1)[0]
+        self.owner: object = self  # who asked for it
         self.row: int | None = None
         self.fault: Exception | None = None  # why it ended with "error"
         self.pages: list[list[int]] = []  # of each group of layers: all that every token goes through, each routed one
@@ -110,8 +112,9 @@ class Engine:
         check_stops(self.model, sampling)
         return self.add(result, sampling, logprobs)
 
-    def add(self, result: Generation, sampling: Sampling, logprobs: int | None = None) -> Request:
-        """`submit` a prompt that was read, whose result is to be filled."""
+    def add(self, result: Generation, sampling: Sampling, logprobs: int | None = None, owner: object = None) -> Request:
+        """`submit` a prompt that was read, whose result is to be filled. The first that waits of the owner with the
+        fewest that run comes next."""
         if sampling.beams > 1:
             raise InvalidValueError(f"beams is {sampling.beams}: an engine samples; search with dg.generate")
         if logprobs is not None:
@@ -119,6 +122,7 @@ class Engine:
         with self._lock:
             request = Request(self._count, result, self.model, sampling, logprobs)
             self._count += 1
+        request.owner = owner or request
         if len(request.ids) + request.most > self.most:
             raise InvalidValueError(
                 f"the prompt has {len(request.ids)} tokens and may grow by {request.most}, and there is memory for "
@@ -177,19 +181,27 @@ class Engine:
             yield from self._begin(requests, reader, found.logits)
 
     def _let_in(self) -> tuple[list[Request], Reader] | None:
-        """The first requests of the queue that there are rows and pages for: one, or several that fit into a chunk."""
+        """Requests of the queue that there are rows and pages for: one, or several that fit into a chunk, and into more
+        of them where nothing else would wait meanwhile."""
         taken: list[Request] = []
-        need = 0
+        need, most = 0, self.chunk * (1 if self._active else _CHUNKS)
         while self._queue and len(self._active) + len(taken) < self.rows:
-            request = self._queue[0]
+            request = self._next(taken)
             longest = max(len(each.ids) for each in (*taken, request))
-            if taken and ((len(taken) + 1) * longest > self.chunk or request.result.depths or taken[0].result.depths):
+            several = longest <= self.chunk and (len(taken) + 1) * longest <= most
+            if taken and (not several or request.result.depths or taken[0].result.depths):
                 break
             need += self._pages(len(request.ids) + 1)
             if need > len(self._free[0]) or need * len(self.model.config.routed) > len(self._free[1]):
                 break
-            taken.append(self._queue.popleft())
+            self._queue.remove(request)
+            taken.append(request)
         return (taken, Reader(self.model, len(taken), chunk=self.chunk)) if taken else None
+
+    def _next(self, taken: Sequence[Request]) -> Request:
+        """The request of the queue that comes next: one that was sent back, or of the owner who has the fewest."""
+        running = Counter(id(request.owner) for request in (*self._active, *taken))
+        return min(self._queue.copy(), key=lambda each: -1 if each.result.depths else running[id(each.owner)])
 
     def _begin(self, requests: Sequence[Request], reader: Reader, logits: Tensor) -> Iterator[Event]:
         """Pick the first tokens of requests that were read, and give them rows and pages."""
@@ -205,13 +217,17 @@ class Engine:
         state = {"token": tokens, "seen": seen, "seeds": seeds, "drawn": drawn + 1, "options": options}
         routed = [reader.caches[n] for n in self.model.config.routed]
         lengths = [reader.lengths, *(cache.store.lengths if cache.store else drawn * 0 for cache in routed)]
+        left = []
         for n, (request, *counts) in enumerate(zip(requests, *(each.tolist() for each in lengths), strict=True)):
             request.lengths, request.pages = counts, [[] for _ in counts]
-            for group, count in enumerate(counts):
-                self._grow(request, group, count)
+            if not all(self._grow(request, group, count) for group, count in enumerate(counts)):
+                self._give_back(request)  # others took the pages while it was read
+                left.append(request)
+                continue
             mine = {name: each[n] for name, each in state.items()}
             request.row = self.batch.put(reader.caches, n, request.pages, counts, **mine)
             self._active.append(request)
+        self._queue.extendleft(reversed(left))
         finite, found = logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests))
         yield from self._write(requests, tokens.tolist(), finite.tolist(), found)
 
@@ -285,12 +301,15 @@ class Engine:
         self._release(request)
         return Event(request.number, -1, "", 0, finish)
 
+    def _give_back(self, request: Request) -> None:
+        for group, pages in enumerate(request.pages):
+            self._free[group > 0] += pages
+
     def _release(self, request: Request) -> None:
         """Give back the row and the pages of a request, if it has any."""
         if request.row is None:
             return
-        for group, pages in enumerate(request.pages):
-            self._free[group > 0] += pages
+        self._give_back(request)
         self.batch.drop(request.row)
         last = self._active.pop()
         if last is not request:  # the last row takes its place

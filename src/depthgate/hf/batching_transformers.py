@@ -19,6 +19,14 @@ from depthgate.hf.decoder_weights import to_decoder
 _OPTIONS = {"max_new_tokens", "eos_token_id", "streaming", "record_timestamps"}  # the last has no effect
 
 
+# Options of a generation config that change tokens, and that the engine does not have.
+_UNKNOWN = (
+    *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "no_repeat_ngram_size"),
+    *("min_new_tokens", "min_length", "forced_bos_token_id", "forced_eos_token_id", "typical_p", "stop_strings"),
+    *("epsilon_cutoff", "eta_cutoff", "guidance_scale", "exponential_decay_length_penalty", "penalty_alpha"),
+)
+
+
 class Manager:
     """Stands where transformers has its ContinuousBatchingManager, whose methods these are."""
 
@@ -27,6 +35,8 @@ class Manager:
     def __init__(self, model: Any, config: Any) -> None:
         if (config.num_return_sequences or 1) > 1 or (config.num_beams or 1) > 1:
             raise DepthgateError("continuous batching gives one sampled text a request: leave beams and copies out")
+        if wrong := [name for name in _UNKNOWN if getattr(config, name, None) not in (None, 0, 1.0, [], {})]:
+            raise DepthgateError(f"continuous batching does not know {wrong[0]}: take it out of the generation config")
         self.engine, self.config = Engine(to_decoder(model).eval()), config
         self.fatal_error: Exception | None = None
         self.background_thread_status = self  # where transformers looks for the error

@@ -120,6 +120,7 @@ class App(Starlette):
         if (asked["max_tokens"] or 0) > most:
             raise RequestError(400, f"max_tokens is {asked['max_tokens']}: ask for at most {most}", "max_tokens")
         given = [encode_chat(self.template, asked["messages"])] if chat else asked["prompt"]
+        self.worker.check(len(given) * asked["n"])  # before tokens are made of them
         prompts = read_prompts(self.model, given)
         usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if chat else 16
         seed, length = asked.get("seed", secrets.randbits(62)), asked["max_tokens"] or min(most, usual)

@@ -80,7 +80,8 @@ class Worker:
         job = Job(self, arrived)
         try:
             for prompt, sampling in product(prompts, samplings):
-                request = self.engine.add(Generation(prompt.prompt, prompt.prompt_tokens), sampling, top)
+                result = Generation(prompt.prompt, prompt.prompt_tokens)
+                request = self.engine.add(result, sampling, top, owner=job)
                 job.requests[request.number], self.jobs[request.number] = request, job
         except Exception:
             job.close()
