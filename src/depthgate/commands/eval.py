@@ -17,6 +17,12 @@ from depthgate.loading import LanguageModel, is_hugging_face, open_model, text_o
 from depthgate.train.evaluate import measure
 
 _COUNTED = 8  # windows whose FLOPs are counted
+_BY_LAYER = {
+    "routed_share": "routed share",
+    "agreement": "agreement (tokens routed by the causal rule and by the top k, of those by either)",
+    "expert_share": "expert share",
+    "experts_per_token": "experts per token",
+}
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
@@ -59,6 +65,6 @@ def run(config: EvalConfig, as_json: bool) -> None:
         title = f"{config.model} on {config.data}: {figures['tokens']:,} tokens"
         print_table(("decision", "nats/token", "bits/byte"), rows, title)
         print(f"perplexity {figures['perplexity']:.3f}, {figures['flops_per_token']:,.0f} FLOPs a token, causal")
-        for name in ("routed_share", "agreement", "expert_share", "experts_per_token"):
+        for name, words in _BY_LAYER.items():
             if figures[name]:
-                print(f"{name.replace('_', ' ')} by layer: {' '.join(f'{value:.3f}' for value in figures[name])}")
+                print(f"{words} by layer: {' '.join(f'{value:.3f}' for value in figures[name])}")

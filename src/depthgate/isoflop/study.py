@@ -200,10 +200,10 @@ class Study:
                     self.failed.pop(cell, None)
                     rows[cell.name] = outcome
                     self._keep([outcome], cells)
-                    left = sum(each.flops for name, each in missing.items() if name not in rows) / speed(rows.values())
+                    waiting = [each.flops for name, each in missing.items() if name not in rows]
+                    left = sum(waiting) / speed(rows.values()) / max(1, min(self.at_once, len(waiting)))
                     found = f"causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
-                    time = f"about {duration(left)} left, one after another"
-                    say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; {time}")
+                    say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; about {duration(left)} left")
         return list(rows.values())
 
     def _keep(self, rows: Collection[Row], cells: Sequence[Cell]) -> None:
