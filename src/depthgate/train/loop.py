@@ -139,8 +139,8 @@ class Loop:
         self.peak = matmul_rate(world.device, getattr(torch, config.dtype)) * world.size
         self.restored: int | None = None  # the step that a resumed run went on from
         self.look: Callable[[], Row] | None = None  # figures of held-out text, for some of the rows
-        # About ten times, and on an eighth of the tokens that are trained on at most.
-        self.look_every = max(-(-config.steps // 10), 8 * GLANCE // (config.batch * packed.context))
+        # About ten times, and on a thirtieth of the tokens that are trained on at most.
+        self.look_every = max(-(-config.steps // 10), 32 * GLANCE // (config.batch * packed.context))
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
         self.state |= {"data": packed.documents.fingerprint(), **hashes}
 
