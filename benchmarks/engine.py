@@ -23,7 +23,7 @@ from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine
 from depthgate.generation.sampling import used_filters
 from depthgate.model import Decoder
-from depthgate.presets import train_config
+from depthgate.recipes import train_config
 
 _PAGE = 256
 

@@ -26,7 +26,7 @@ from depthgate.config import RULE_NAMES, ModelConfig, TrainConfig
 from depthgate.data.batches import Rows
 from depthgate.device import World, matmul_rate
 from depthgate.flops import parameters, training_flops
-from depthgate.presets import EXPERTS, MOD
+from depthgate.recipes import EXPERTS, MOD
 from depthgate.train import optim
 from depthgate.train.loop import Pretraining
 from depthgate.train.step import Figures, Step

@@ -53,18 +53,18 @@ class LM(nn.Module):  # bytes in, logits of the next byte out; with a capacity, 
 
 def train(name, model, text, held, flops):
     steps = round(flops / count_flops(lambda: model.loss(text, [0] * BATCH).backward()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    optimizer, start = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1), time.perf_counter()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 20, 1 - i / (steps + 1)))
-    start = time.perf_counter()
-    for _ in range(steps):
-        model.loss(text, torch.randint(len(text) - CONTEXT, (BATCH,))).backward()  # the routers' losses come with it
+    for step in range(steps):
+        (loss := model.loss(text, torch.randint(len(text) - CONTEXT, (BATCH,)))).backward()  # with those of the routers
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
+        if step % (steps // 8 + 1) == 0:
+            print(f"{name:8} step {step} of {steps}: loss {loss.item():.3f}", flush=True)
     print(f"{name:8} {steps:5} steps {time.perf_counter() - start:5.0f} s", end="   ", flush=True)
     nats = model.eval().requires_grad_(False).loss(held, range(0, len(held) - CONTEXT, CONTEXT)).item()
     print(f"{nats:.3f} nats a byte on held-out text", flush=True)
-    return nats
 
 
 def main(flops):

@@ -46,7 +46,7 @@ def main(steps):
         optimizer.zero_grad()
         loss.backward()  # the router's losses come with it; Soft MoE needs none
         optimizer.step()
-        if step % 25 == 0 or step == steps:
+        if step % 25 == 1 or step == steps:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     pixels, label = images(512)
     with torch.no_grad(), dg.record(vit.eval()) as plans:

@@ -47,7 +47,7 @@ def main(steps):
         optimizer.zero_grad()
         loss.backward()  # the router's losses come with it
         optimizer.step()
-        if step % 100 == 0 or step == steps:
+        if step % 25 == 1 or step == steps:
             print(f"step {step}: loss {loss.item():.3f}", flush=True)
     words, label = batch(1000)
     with torch.no_grad(), dg.record(model.eval()) as plans:

@@ -14,7 +14,7 @@ ROOT = Path(depthgate.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, functions included; a package may import within itself.
 ORDER = (
-    *("errors", "options", "files", "config", "presets", "flops", "device", "console"),
+    *("errors", "options", "files", "config", "recipes", "flops", "device", "console"),
     *("ops", "routing", "layers", "encoders", "model", "cache"),
     *("data", "checkpoint", "generation", "hf", "loading", "view", "gathering", "recording", "drop_in"),
     *("train", "isoflop", "serve"),
@@ -98,7 +98,7 @@ def test_every_public_name_loads():
 def test_the_house_stays_small():
     lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
     assert {path: n for path, n in lines.items() if n > 400} == {}
-    assert sum(lines.values()) <= 17_350
+    assert sum(lines.values()) <= 17_410
     assert len(lines) <= 110
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from depthgate.cli import main
-from depthgate.presets import PRESETS
+from depthgate.recipes import PRESETS
 
 BASE = ["train", "--data=stdlib", "--steps=3"]
 

@@ -58,9 +58,7 @@ def test_on_the_command_line(folder, words, says, capsys, monkeypatch):
     out, err = capsys.readouterr()
     told = [line for line in err.splitlines() if not line.startswith("data my.txt: ")]  # what the data is, before
     assert (out, "\n".join(told)) == ("", f"depthgate: error: {says}")
-    left = set(os.listdir()) - {*before}
-    assert left <= {"new"}
-    assert not [name for each in left for name in os.listdir(each) if not name.startswith(".")]
+    assert sorted(os.listdir()) == before
 
 
 D = 64
@@ -116,6 +114,41 @@ def test_in_python(call, says):
 
 def test_ten_and_ten():
     assert len(COMMANDS) == len(PYTHON) == 10
+
+
+def test_words_of_other_libraries(capsys):
+    """Options, in a yaml file too, arguments and names that are called otherwise there."""
+    for words, wanted in (
+        ("train --learning_rate 1", "--lr"),
+        ("train --batch-size 4", "--batch"),
+        ("train --epochs=3", "--steps"),
+        ("train --model.n_embd 4", "--model.dim"),
+        ("finetune --output_dir a", "--out"),
+        ("isoflop --block_size 4", "--context"),
+        ("generate --max_tokens 4", "--max_new_tokens"),
+    ):
+        assert main(words.split()) == 2
+        assert f": did you mean {wanted}?" in capsys.readouterr().err
+    for call, wanted in (
+        (lambda: dg.ModelConfig(hidden_size=3), "dim"),
+        (lambda: dg.MixtureOfDepths(BLOCK, D, capacity_factor=0.5), "capacity"),
+        (lambda: dg.MixtureOfExperts(D, 4, num_experts_per_tok=1), "top_k"),
+    ):
+        with pytest.raises(dg.DepthgateError, match=rf": did you mean {wanted}\?"):
+            call()
+    says = "activation is not an option of SoftMoE: these are dim, num_experts, slots_per_expert, hidden"
+    with pytest.raises(dg.DepthgateError, match=says):
+        dg.SoftMoE(D, 4, activation="gelu")
+    with pytest.raises(AttributeError, match=r"no attribute 'MoD': did you mean MixtureOfDepths\?"):
+        dg.MoD  # noqa: B018
+    assert dg.Decoder.from_preset(dg.presets()[0]).config.layers == 2
+
+
+def test_help_fits_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 40
 
 
 def test_nearly_a_name_and_tokens_without_values():

@@ -177,6 +177,20 @@ def test_what_cannot_be_recorded_is_said():
         plans[3]
 
 
+def test_plans_without_gradients_and_elsewhere():
+    model = nn.Sequential(dg.MixtureOfDepths(nn.Linear(8, 8), 8, capacity=0.5), dg.SoftMoE(8, 2))
+    with dg.record(model) as plans:
+        model(torch.randn(2, 6, 8))
+    for found in (plans.detach(), plans.to("cpu")):
+        assert found.names == plans.names
+        assert plans[0].gates.requires_grad
+        for before, after in zip(plans, found, strict=True):
+            assert type(after) is type(before)
+            for old, new in zip(before, after, strict=True):
+                assert old == new if not isinstance(old, torch.Tensor) else not new.requires_grad and old.equal(new)
+    assert {each.device.type for each in plans.to("meta")[1] if isinstance(each, torch.Tensor)} == {"meta"}
+
+
 def test_a_plan_is_one_line():
     """Counted by hand: kind, tokens in, routed, share."""
     x = torch.randn(2, 8, D)

@@ -12,6 +12,7 @@ _HOMES = {
     "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
     "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
+    "depthgate.recipes": ("presets",),
     "depthgate.recording": ("record",),
     "depthgate.routing.training": ("set_loss_scale",),
     "depthgate.routing": ("Groups", "Slots", "Soft", "SoftSlots", "TopExperts", "TopTokens"),
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from depthgate.generation.calls import stream as stream
     from depthgate.loading import load as load
     from depthgate.model import Decoder as Decoder
+    from depthgate.recipes import presets as presets
     from depthgate.recording import record as record
     from depthgate.routing import Groups as Groups
     from depthgate.routing import Slots as Slots

@@ -24,7 +24,7 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
-from depthgate.presets import preset, settle_vocab
+from depthgate.recipes import preset, settle_vocab
 from depthgate.serve.config import ServeConfig
 
 VERBS: dict[str, type[Any]] = {
@@ -134,7 +134,9 @@ def build_parser(start: str = TrainConfig.preset) -> ArgumentParser:
     about = "Mixture-of-Depths, MoDE and Soft MoE for PyTorch"
     parser = _Parser(prog="depthgate", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"depthgate {__version__}")
-    verbs = parser.add_subcommands(dest="verb")
+    verbs = parser.add_subcommands(
+        dest="verb", metavar="VERB", title="verbs", description="`depthgate VERB --help` lists the options of one"
+    )
     for verb, config in VERBS.items():
         verb_parser = _verb_parser(config)
         if config is TrainConfig:

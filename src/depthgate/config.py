@@ -328,7 +328,10 @@ class ViewConfig(Options):
         None, "file to read; what the run held out, from its start, unless text or prompt is given"
     )
     prompt: str | None = option(None, "text to read, given here")
-    out: str | None = option(None, "file of the page; page.html unless given, or unless a picture is asked for")
+    out: str | None = option(
+        None,
+        "file of the page; page.html, which replaces a page of before, unless given, or unless a picture is asked for",
+    )
     png: str | None = option(None, "file of a picture")
     svg: str | None = option(None, "file of a picture for papers")
     title: str = option("", "heading of the page or picture; names of runs or of the model unless given")

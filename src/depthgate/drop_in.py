@@ -22,6 +22,7 @@ from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers import SoftMoE as SoftMoEUpdate
 from depthgate.layers.mod import SoftMoD
 from depthgate.ops.rows import check_per_token, check_tokens, masked_positions, plain_positions
+from depthgate.options import Named
 from depthgate.recording import RecordedPlans
 from depthgate.routing.gates import Gate
 from depthgate.routing.plan import Slots
@@ -32,7 +33,7 @@ from depthgate.routing.training import RouterTraining, in_backward, warn_when_tr
 _OVER_ALL_PLACES = ("relative_position_bias_table", "rel_pos", "relative_position_bias", "relative_attention_bias")
 
 
-class MixtureOfDepths(nn.Module):
+class MixtureOfDepths(Named, nn.Module):
     """Mixture-of-Depths around any module that maps (B, T, D) to (B, T, D) and has its own residual.
 
         y = MixtureOfDepths(nn.TransformerEncoderLayer(64, 4, batch_first=True), 64, capacity=0.25)(x)
@@ -327,7 +328,7 @@ def _called(forward: Callable[..., Any], layer: nn.Module, x: Any, causal: bool,
         raise
 
 
-class MixtureOfExperts(MoE):
+class MixtureOfExperts(Named, MoE):
     """A feed-forward of which each token uses a part; an update, without the residual: y = x + layer(x).
 
     In training mode the router's losses join the backward pass, and thresholds move, by themselves.
@@ -378,11 +379,10 @@ class MixtureOfExperts(MoE):
         return (update, RecordedPlans(plans)) if return_plans else update
 
 
-class SoftMoE(SoftMoEUpdate):
+class SoftMoE(Named, SoftMoEUpdate):
     """A fully differentiable feed-forward by slots; an update, without the residual: y = x + layer(x).
 
-    Each slot holds a weighted mean of all tokens of a row: not for causal models. The router needs no loss.
-    """
+    Each slot holds a weighted mean of all tokens of a row: not for causal models. The router needs no loss."""
 
     def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1, *, hidden: int | None = None) -> None:
         """num_experts: GELU networks with biases, each with its own slots.

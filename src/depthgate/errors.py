@@ -27,9 +27,44 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+# What other libraries call what is here; of several words for a thing each leads to the one that is known.
+_ELSEWHERE = {
+    "lr": "learning_rate",
+    "batch": "batch_size per_device_train_batch_size train_batch_size bs",
+    "steps": "max_steps num_steps max_iters total_steps iterations epochs num_epochs num_train_epochs max_epochs",
+    "accumulate": "gradient_accumulation_steps grad_accum accumulation_steps",
+    "warmup": "warmup_steps num_warmup_steps",
+    "schedule": "lr_scheduler_type lr_scheduler",
+    "clip": "max_grad_norm grad_clip gradient_clip_val",
+    "checkpoint_every": "save_steps save_every save_interval",
+    "keep": "save_total_limit",
+    "tracker": "report_to logger",
+    "out": "output_dir output save_dir outdir",
+    "data": "dataset dataset_name train_file corpus",
+    "model": "model_name_or_path model_name checkpoint ckpt model_path",
+    "dim": "d_model n_embd hidden_size embed_dim width",
+    "layers": "n_layer num_layers num_hidden_layers depth",
+    "heads": "n_head num_heads num_attention_heads nhead",
+    "kv_heads": "num_key_value_heads n_kv_heads",
+    "hidden": "intermediate_size dim_feedforward mlp_ratio ffn_dim",
+    "context": "block_size seq_len max_seq_len sequence_length max_position_embeddings context_length",
+    "vocab": "vocab_size",
+    "experts": "num_experts num_local_experts n_experts",
+    "top_k": "num_experts_per_tok",
+    "capacity": "capacity_factor capacity_ratio",
+    "max_new_tokens": "max_tokens max_length num_tokens",
+    "MixtureOfDepths": "MoD MOD",
+    "MixtureOfExperts": "MoE MOE MoELayer SparseMoE",
+}
+_HERE = {word: here for here, words in _ELSEWHERE.items() for word in words.split()}
+
+
 def near(name: Any, known: Iterable[str], least: float = 0.6) -> str:
-    """`: did you mean tiny-mod?` for the known name that is nearest; nothing where none is as near as `least`."""
-    found = difflib.get_close_matches(str(name), known, 1, least)
+    """`: did you mean tiny-mod?` for the known name that other libraries call so, or that is spelled nearest; nothing
+    where none is as near as `least`."""
+    known, wanted = list(known), _HERE.get(str(name).strip("-").removeprefix("model."))
+    found = [each for each in known if wanted and each.strip("-").removeprefix("model.") == wanted]
+    found = found or difflib.get_close_matches(str(name), known, 1, least)
     return f": did you mean {found[0]}?" if found else ""
 
 

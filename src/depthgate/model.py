@@ -107,7 +107,7 @@ class Decoder(nn.Module):
     @classmethod
     def from_preset(cls, name: str, **changes: Any) -> Self:
         """A new model of a preset's shape, such as "tiny-mod", with other values of ModelConfig if given."""
-        from depthgate.presets import train_config
+        from depthgate.recipes import train_config
 
         return cls(replace(train_config(name).model, **changes))
 

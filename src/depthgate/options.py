@@ -7,6 +7,7 @@ schedule: str = choice("cosine", ("cosine", "wsd"), "course of the learning rate
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
+from inspect import signature
 from typing import Any, Self
 
 from depthgate.errors import InvalidValueError, check_choice, check_count, check_number, near
@@ -49,23 +50,29 @@ def positional(about: str) -> Any:
     return field(default_factory=list, metadata={"about": about, "typed": {"nargs": "*", "default": []}})
 
 
+class Named:
+    """Base of classes that refuse an argument they do not know, and name the nearest that they do."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        known = signature(cls.__init__).parameters
+        unknown = given.keys() - known
+        if unknown and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            remedy = near(min(unknown), known) or f": these are {', '.join([*known][1:])}"
+            raise InvalidValueError(f"{min(unknown)} is not an option of {cls.__name__}{remedy}")
+        return object.__new__(cls)
+
+
 @dataclass(frozen=True)
 class Options:
     """Base of all option classes: checks every field when it is built. None passes where it is the default."""
+
+    __new__ = Named.__new__  # and not a base: all bases of a dataclass are to be such
 
     def __init_subclass__(cls) -> None:
         """Add the lines of --help to the docstring, where they are looked for."""
         found = {name: each.metadata.get("about") for name, each in vars(cls).items() if isinstance(each, Field)}
         if lines := [f"    {name}: {about}" for name, about in found.items() if about]:
             cls.__doc__ = "\n".join([cls.__doc__ or "", "", "Args:", *lines])
-
-    def __new__(cls, *_: Any, **given: Any) -> Self:
-        """Refuse a name that is not a field, with the nearest one."""
-        known = cls.__dataclass_fields__
-        if unknown := sorted(given.keys() - known):
-            remedy = near(unknown[0], known) or f": these are {', '.join(known)}"
-            raise InvalidValueError(f"{unknown[0]} is not an option of {cls.__name__}{remedy}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -73,6 +73,16 @@ class RecordedPlans(Sequence[Plan]):
             raise DepthgateError("no plan was recorded: call the model inside `with dg.record(model) as plans:`")
         return self._plans
 
+    def detach(self) -> "RecordedPlans":
+        """The same plans without gradients, which would keep all that the pass has computed."""
+        return self.to(None)
+
+    def to(self, device: str | torch.device | None) -> "RecordedPlans":
+        """The same plans on another device, without gradients."""
+        found = RecordedPlans(tuple(_to(plan, device) for plan in self._recorded()))
+        found.names = self.names[:]
+        return found
+
     def plot(self, **options: Any) -> Any:
         """A matplotlib figure of what the pass computed: see `depthgate.view.plot` for the options."""
         return view.plot(self._recorded(), names=self.names, **options)
@@ -80,6 +90,11 @@ class RecordedPlans(Sequence[Plan]):
     def save_page(self, path: str | Path, **options: Any) -> None:
         """The same as one self-contained HTML page: see `depthgate.view.save_page` for the options."""
         view.save_page(self._recorded(), path, names=self.names, **options)
+
+
+def _to(plan: Plan, device: str | torch.device | None) -> Plan:
+    tensors = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
+    return plan._replace(**{name: each.detach().to(device) for name, each in tensors.items()})
 
 
 def record(model: nn.Module) -> RecordedPlans:

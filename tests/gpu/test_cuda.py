@@ -9,7 +9,7 @@ from depthgate.device import World
 from depthgate.ops import reference
 from depthgate.ops.attention import packed_attention
 from depthgate.ops.select import choose, choose_by_sorting, top_k, top_of_documents
-from depthgate.presets import RECIPE
+from depthgate.recipes import RECIPE
 from depthgate.train import optim
 from depthgate.train.loop import Pretraining
 from depthgate.train.step import Step

@@ -26,7 +26,7 @@ from depthgate.flops import training_flops
 from depthgate.isoflop import report
 from depthgate.isoflop.study import Study
 from depthgate.loading import text_of
-from depthgate.presets import PRESETS, train_config
+from depthgate.recipes import PRESETS, train_config
 from depthgate.routing import Slots
 from depthgate.view.page import routed_text
 from depthgate.view.routes import held_out_tokens, read

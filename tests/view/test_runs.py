@@ -143,6 +143,20 @@ def test_links_are_written_through_and_devices_are_left_alone(run, tmp_path, cap
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "link.html", "pipe", "zero"}
 
 
+def test_a_page_that_nobody_has_named_replaces_pages_alone(run, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.html"
+    page.write_text("<p>mine</p>")
+    assert view(run) == 2
+    said = "page.html is there, and is not a page of depthgate: name another file with --out"
+    assert said in capfd.readouterr().err
+    assert page.read_text() == "<p>mine</p>"
+    assert view(run, "--out", page) == 0  # named
+    written = page.read_text()
+    assert view(run, "--title", "another") == 0  # ours
+    assert "another" in page.read_text() != written
+
+
 def test_a_run_without_a_step_has_a_page(copy, tmp_path):
     (copy / "metrics.jsonl").write_text("")
     assert view(copy, "--out", tmp_path / "page.html", "--png", tmp_path / "a.png") == 0

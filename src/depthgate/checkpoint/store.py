@@ -305,11 +305,14 @@ def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: P
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold the lock file `path`, or raise at once if another process or thread does. A dead process holds nothing."""
+    """Hold the lock file `path`, or raise at once if another process or thread does. A dead process holds nothing. The
+    holder alone may remove the file: whoever has opened it then holds a lock that nobody else sees, and is refused."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path.exists() and os.path.samestat(os.fstat(fd), path.stat())):
+                raise BlockingIOError
         except BlockingIOError:
             raise DepthgateError(f"{path} is held by a process that writes there: choose another folder") from None
         yield

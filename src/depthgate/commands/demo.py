@@ -10,7 +10,7 @@ from depthgate.flops import training_flops
 from depthgate.isoflop.config import IsoflopConfig, command
 from depthgate.isoflop.report import BEST, best_cells, write
 from depthgate.isoflop.study import Study
-from depthgate.presets import train_config
+from depthgate.recipes import train_config
 from depthgate.view import page as pages
 from depthgate.view.page import Html
 

@@ -5,7 +5,7 @@ import json
 from depthgate.config import PresetsConfig
 from depthgate.console import print_table
 from depthgate.flops import parameters, training_flops
-from depthgate.presets import PRESETS, train_config
+from depthgate.recipes import PRESETS, train_config
 
 _SHAPE = ("dim", "layers", "context", "pattern")
 _NAMES = """tiny: minutes on two cores. 124m and 1b name shapes, not counts:

@@ -33,6 +33,8 @@ def run(config: ViewConfig, as_json: bool) -> None:
         print(json.dumps({"page": page}) if as_json else page)
         return
     outs = check_outs(config.page, config.png, config.svg)
+    if config.out is None and config.page is not None and not _replaceable(Path(config.page)):
+        raise DepthgateError(f"{config.page} is there, and is not a page of depthgate: name another file with --out")
     if config.model is not None:
         make_page, draw, told = _model(config, config.model)
     else:
@@ -45,6 +47,11 @@ def run(config: ViewConfig, as_json: bool) -> None:
     if config.page is not None:
         write(Path(config.page), make_page())
     print(json.dumps({"page": config.page, **told}) if as_json else "\n".join(map(str, outs)))
+
+
+def _replaceable(page: Path) -> bool:
+    """True where there is no file yet, or one of our pages: nobody has named it, so nothing else may be lost."""
+    return not page.exists() or b'content="depthgate"' in page.read_bytes()[:500]
 
 
 def _study(study: Path, config: ViewConfig) -> str:

@@ -122,6 +122,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         "seconds": last["seconds"],
         "routed_share": shares,
         "agreement": found["agreement"],
+        "experts_per_token": fmean(used) if used else None,
         "measured_tokens": found["tokens"],
         "device": training.device,
         "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",

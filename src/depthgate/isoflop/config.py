@@ -11,7 +11,7 @@ from typing import Any
 from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number, near
 from depthgate.options import DEVICES, Options, choice, count, number, option
-from depthgate.presets import EXPERTS, MOD, PRESETS, RECIPE, train_config
+from depthgate.recipes import EXPERTS, MOD, PRESETS, RECIPE, train_config
 
 _DENSE = {"pattern": "dense", **RECIPE}
 _MOD = {**_DENSE, **MOD}

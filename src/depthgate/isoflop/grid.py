@@ -16,7 +16,7 @@ from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import parameters, training_flops
 from depthgate.isoflop.config import IsoflopConfig, Variant
 from depthgate.isoflop.fit import means, parabolas
-from depthgate.presets import SCHEDULE
+from depthgate.recipes import SCHEDULE
 from depthgate.train.optim import capacity
 
 CELLS = "cells"

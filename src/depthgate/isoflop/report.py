@@ -39,11 +39,12 @@ _LOSS = "causal loss, nats per token"
 # Columns of the tables: heading -> name in a row.
 _SHAPE = {
     **{"variant": "variant", "budget": "budget", "layers": "layers", "width": "dim", "parameters": "params"},
-    **{"FLOPs per token": "flops_per_token", "tokens": "tokens", "steps": "steps", "lr": "lr"},
+    **{"FLOPs per token": "flops_per_token", "tokens": "tokens", "steps": "steps", "lr": "lr", "seed": "seed"},
 }
 _CELL = {
     **{"variant": "variant", "budget": "budget", "causal loss": "loss_causal", "top-k loss": "loss"},
-    **{"bits per byte": "bits_per_byte", "routed, mean": "routed_share", "layers": "layers", "width": "dim"},
+    **{"bits per byte": "bits_per_byte", "tokens in routed layers": "routed_share"},
+    **{"experts per token": "experts_per_token", "layers": "layers", "width": "dim"},
     **{"parameters": "params", "tokens": "tokens", "lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _BEST = {
@@ -63,7 +64,7 @@ def short_flops(number: float) -> str:
 def _shown(value: Any) -> str:
     """A figure of a row or of a curve, for a table."""
     if isinstance(value, list):
-        return f"{fmean(value):.1%}" if value else "all"
+        return f"{fmean(value):.1%}" if value else "-"
     if isinstance(value, tuple):
         return " to ".join(map(_shown, value))
     if value is None or isinstance(value, str):
@@ -74,7 +75,9 @@ def _shown(value: Any) -> str:
 def _table(rows: Sequence[Row], columns: Mapping[str, str], turned: bool = False) -> tuple[list[str], list[list[str]]]:
     """Headings and lines; `turned`, a column for each row."""
     columns = {head: name for head, name in columns.items() if not turned or name != "budget"}
-    lines = [list(columns), *([_shown(row[name]) for name in columns.values()] for row in rows)]
+    # No column of experts where there are none; studies that are older do not know how many compute a token.
+    columns = {h: n for h, n in columns.items() if n != "experts_per_token" or any(row.get(n) for row in rows)}
+    lines = [list(columns), *([_shown(row.get(name)) for name in columns.values()] for row in rows)]
     first, *others = [list(line) for line in zip(*lines, strict=True)] if turned else lines
     return ["model", *first[1:]] if turned else first, others
 
@@ -197,7 +200,7 @@ def advice(curves: Sequence[Curve], rows: Sequence[Row]) -> list[str]:
     short = any(len(curve.costs) < 3 for curve in curves)
     options = ["--sizes 3"] * short + ["--more_sizes 2"] * (not short and not all(curve.bracketed for curve in curves))
     options += ["--seeds_at_minimum 3"] * any(curve.no_interval for curve in curves)
-    again = f"give the same command again with --extend true {' '.join(options)}; finished cells are kept."
+    again = f"give the same command again with --extend {' '.join(options)}; finished cells are kept."
     found = Counter(row["variant"] for row in rows if row["routed_share"] and max(row["routed_share"]) < 0.001)
     what = "the causal rule routes nobody: a model of the other layers alone, whose loss says nothing of routing"
     said = [f"In {pages.count(many, 'cell')} of {variant} {what}." for variant, many in found.items()]

@@ -50,6 +50,9 @@ class Scorer(nn.Module):
                 scores = F.linear(x, weight)
             return scores if self.bias is None else scores + self.bias.to(x.dtype)
 
+    def extra_repr(self) -> str:
+        return f"dim={self.weight.shape[1]}, outputs={len(self.weight)}, bias={self.bias is not None}"
+
 
 class RandomScorer(nn.Module):
     """Scores by chance: the control that a learnt router is compared with (Raposo et al. 2024, section 4.1).

@@ -29,6 +29,7 @@ from depthgate.files import handled, replace, write_json
 # Options that may differ when a run goes on: how long, where and how it is computed, not what.
 _FREE = ["steps", "out", "device", "cuda_graph", "workers", "checkpoint_every", "keep", "tracker", "most_bad_steps"]
 _FREE += ["data"]  # where it is: what is in it is known by its fingerprint
+_LOCK = ".run.lock"
 _SECONDS = 10  # between lines in a pipe
 _REPORT_SECONDS, _REPORT_SHARE = 30, 0.01  # between reports, at least; most of the time that they may take
 Row = dict[str, Any]
@@ -50,8 +51,9 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
     run, path = Path(config.out), Path(config.out, name)
     try:
         _is_new(run, path)  # before anything is written
+        made = [folder for folder in (run, *run.parents) if not folder.exists()]
         run.mkdir(parents=True, exist_ok=True)
-        with checkpoint.lock(run / ".run.lock"):
+        with checkpoint.lock(run / _LOCK):
             new, steps, before = _is_new(run, path), checkpoint.steps(run), None
             if not new:
                 _check_goes_on(config, resume, path)
@@ -65,7 +67,7 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
                 yield run
             except BaseException as error:
                 if checkpoint.steps(run) == steps and (new or isinstance(error, DepthgateError)):
-                    _undo(path, new, before)
+                    _undo(path, new, before, made)
                 raise
     except OSError as error:
         raise DepthgateError(f"cannot write {run} ({error.strerror or error}): choose another --out") from error
@@ -101,8 +103,9 @@ def _check_goes_on(config: RunConfig, resume: bool, path: Path) -> None:
         warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=4)
 
 
-def _undo(path: Path, new: bool, before: bytes | None) -> None:
-    """Put back the configuration that a run had before, and remove what a new run that made no step has written."""
+def _undo(path: Path, new: bool, before: bytes | None, made: list[Path]) -> None:
+    """Put back the configuration that a run had before, and remove what a new run that made no step has written, with
+    the folders that it has made."""
     run = path.parent
     with suppress(OSError):
         if before is not None:
@@ -113,6 +116,9 @@ def _undo(path: Path, new: bool, before: bytes | None) -> None:
             for name in (path.name, METRICS, "report.html"):
                 (run / name).unlink(missing_ok=True)
             shutil.rmtree(run / TOKENIZER, ignore_errors=True)
+            (run / _LOCK).unlink(missing_ok=True)
+            for folder in made:
+                folder.rmdir()
 
 
 def check_same(asked: dict[str, Any], recorded: dict[str, Any], where: Path) -> None:

@@ -151,7 +151,7 @@
     return {
       width,
       height: 300,
-      legend: { markers: { width: 3, dash: (u, number) => chart.series[number - 1].kind === "mark" ? "dotted" : u.series[number].dash?.length ? "dashed" : "solid" } },
+      legend: { markers: { width: 3, dash: "solid" } },
       cursor: {
         points: { size: 9 },
         // Of each series the value nearest to the cursor, whatever places the other series have.
@@ -201,7 +201,15 @@
     legend.setAttribute("role", "status");
     legend.setAttribute("aria-live", "polite");
     legend.classList.toggle("only", chart.series.length === 1);  // one series needs no name: the axis has it
-    legend.querySelectorAll(".u-series").forEach((row, n) => n && row.classList.add(ring(chart.series[n - 1].points) ? "minimum" : chart.series[n - 1].kind));
+    legend.querySelectorAll(".u-series").forEach((row, n) => {
+      if (!n) return;
+      const dash = u.series[n].dash ?? [], ends = dash.reduce(([...at], size) => [...at, at.at(-1) + size], [0]), marker = row.querySelector(".u-marker");
+      row.classList.add(ring(chart.series[n - 1].points) ? "minimum" : chart.series[n - 1].kind);
+      if (dash.length && marker) {  // the dashes of the line itself
+        const colour = marker.style.borderColor, parts = dash.map((_, i) => `${i % 2 ? "transparent" : colour} ${ends[i]}px ${ends[i + 1]}px`);
+        Object.assign(marker.style, { borderColor: "transparent", background: `repeating-linear-gradient(90deg, ${parts}) border-box` });
+      }
+    });
     for (const kind of ["pointerdown", "pointermove"]) u.over.addEventListener(kind, ({ pointerType, offsetX, offsetY }) => {
       if (pointerType !== "mouse") u.setCursor({ left: offsetX, top: offsetY });
     });

@@ -54,6 +54,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+def presets() -> list[str]:
+    """The names of presets, for `Decoder.from_preset` and --preset of `depthgate train`."""
+    return list(PRESETS)
+
+
 def preset(name: str) -> dict[str, Any]:
     """The options of a preset; an unknown name is refused with the nearest known one."""
     if name not in PRESETS:
