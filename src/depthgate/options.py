@@ -4,7 +4,7 @@ steps: int = count(1000, "optimizer steps")
 schedule: str = choice("cosine", ("cosine", "wsd"), "course of the learning rate")
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
 from inspect import signature
@@ -50,23 +50,30 @@ def positional(about: str) -> Any:
     return field(default_factory=list, metadata={"about": about, "typed": {"nargs": "*", "default": []}})
 
 
+def refuse_unknown(cls: type[Any], given: Collection[str]) -> None:
+    """Refuse names of arguments that a class does not take, with the nearest that it does."""
+    known = signature(cls.__init__).parameters
+    unknown = sorted({*given} - known.keys())
+    if unknown and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        remedy = near(unknown[0], known) or f": these are {', '.join([*known][1:])}"
+        raise InvalidValueError(f"{unknown[0]} is not an option of {cls.__name__}{remedy}")
+
+
 class Named:
-    """Base of classes that refuse an argument they do not know, and name the nearest that they do."""
+    """Base of classes, other than those of options, that refuse arguments by name."""
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
-        known = signature(cls.__init__).parameters
-        unknown = given.keys() - known
-        if unknown and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
-            remedy = near(min(unknown), known) or f": these are {', '.join([*known][1:])}"
-            raise InvalidValueError(f"{min(unknown)} is not an option of {cls.__name__}{remedy}")
-        return object.__new__(cls)
+        refuse_unknown(cls, given)
+        return super().__new__(cls)
 
 
 @dataclass(frozen=True)
 class Options:
     """Base of all option classes: checks every field when it is built. None passes where it is the default."""
 
-    __new__ = Named.__new__  # and not a base: all bases of a dataclass are to be such
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        refuse_unknown(cls, given)
+        return super().__new__(cls)
 
     def __init_subclass__(cls) -> None:
         """Add the lines of --help to the docstring, where they are looked for."""

@@ -93,7 +93,7 @@ class RecordedPlans(Sequence[Plan]):
 
 
 def _to(plan: Plan, device: str | torch.device | None) -> Plan:
-    tensors = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
+    tensors: dict[str, Any] = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
     return plan._replace(**{name: each.detach().to(device) for name, each in tensors.items()})
 
 
