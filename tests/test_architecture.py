@@ -14,8 +14,8 @@ ROOT = Path(depthgate.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, functions included; a package may import within itself.
 ORDER = (
-    *("errors", "options", "files", "config", "recipes", "flops", "device", "console"),
-    *("ops", "routing", "layers", "encoders", "model", "cache"),
+    *("errors", "options", "files", "config", "vision", "recipes", "flops", "device", "console"),
+    *("ops", "routing", "layers", "encoders", "model", "vit", "cache"),
     *("data", "checkpoint", "generation", "hf", "loading", "view", "gathering", "recording", "drop_in"),
     *("train", "isoflop", "serve"),
     *("commands", "cli", "__main__"),
@@ -66,7 +66,7 @@ def test_modules_do_not_import_each_other_in_a_ring():
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_layers_and_models_know_nothing_of_distribution_or_heavy_packages(path):
     tree = ast.parse(path.read_text())
-    if home(path) in ("ops", "routing", "layers", "drop_in", "encoders", "model"):
+    if home(path) in ("ops", "routing", "layers", "drop_in", "encoders", "model", "vit"):
         assert not any(name.startswith("torch.distributed") for name in imports(tree))
     top_level = set()
     for node in tree.body:
@@ -77,7 +77,7 @@ def test_layers_and_models_know_nothing_of_distribution_or_heavy_packages(path):
     # A file of kernels needs Triton to be read at all; the function that launches them imports it. So does the one
     # file with a class that must be a class of transformers, and that of the server's application.
     assert not top_level & (HEAVY - {path.stem.rpartition("_")[2]})
-    if home(path) in ("options", "config", "flops", "errors", "cli", "__init__", "__main__"):
+    if home(path) in ("options", "config", "vision", "flops", "errors", "cli", "__init__", "__main__"):
         assert "torch" not in top_level
 
 
@@ -98,8 +98,8 @@ def test_every_public_name_loads():
 def test_the_house_stays_small():
     lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
     assert {path: n for path, n in lines.items() if n > 400} == {}
-    assert sum(lines.values()) <= 17_410
-    assert len(lines) <= 110
+    assert sum(lines.values()) <= 18_650
+    assert len(lines) <= 115
 
 
 def loads(name: str) -> set[str]:
@@ -114,7 +114,7 @@ def loads(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("model", 30), ("commands.generate", 44), ("train.loop", 40), ("commands.view", 55)]
+    ("name", "most"), [("model", 30), ("commands.generate", 46), ("train.loop", 42), ("commands.view", 55)]
 )
 def test_a_reader_follows_imports_to_few_files(name, most):
     seen, left = set(), {f"depthgate.{name}"}

@@ -11,6 +11,8 @@ _HOMES = {
     "depthgate.drop_in": ("MixtureOfDepths", "MixtureOfExperts", "SoftMoE"),
     "depthgate.loading": ("load",),
     "depthgate.model": ("Decoder",),
+    "depthgate.vision": ("ViTConfig",),
+    "depthgate.vit": ("ViT",),
     "depthgate.encoders": ("MoDEncoder", "SoftMoEBlock", "SoftMoEEncoder"),
     "depthgate.recipes": ("presets",),
     "depthgate.recording": ("record",),
@@ -47,6 +49,8 @@ if TYPE_CHECKING:
     from depthgate.routing import TopExperts as TopExperts
     from depthgate.routing import TopTokens as TopTokens
     from depthgate.routing.training import set_loss_scale as set_loss_scale
+    from depthgate.vision import ViTConfig as ViTConfig
+    from depthgate.vit import ViT as ViT
 
 __all__ = ["__version__", *sorted(_HOME), *_MODULES]
 

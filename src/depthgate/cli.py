@@ -24,8 +24,10 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
+from depthgate.options import Options
 from depthgate.recipes import preset, settle_vocab
 from depthgate.serve.config import ServeConfig
+from depthgate.vision import ImagesConfig, image_preset
 
 VERBS: dict[str, type[Any]] = {
     "train": TrainConfig,
@@ -40,6 +42,7 @@ VERBS: dict[str, type[Any]] = {
     "bench": configs.BenchConfig,
     "demo": configs.DemoConfig,
 }
+TASKS: dict[str, type[Any]] = {"text": TrainConfig, "images": ImagesConfig}  # of train
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 _usual_loader = get_loader("yaml")
 
@@ -107,8 +110,8 @@ def _options(config: type[Any] | None) -> Iterator[tuple[str, Any]]:
     """The names of a verb's options, with the types of their values."""
     for each in fields(config) if config else ():
         yield each.name, each.type
-        if each.type is configs.ModelConfig:
-            yield from ((f"model.{each.name}", each.type) for each in fields(configs.ModelConfig))
+        if isinstance(each.type, type) and issubclass(each.type, Options):
+            yield from ((f"model.{each.name}", each.type) for each in fields(each.type))
     yield from (("json", bool), ("resume", bool), ("config", str))
 
 
@@ -119,6 +122,9 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
     typed = {each.name: each.metadata for each in fields(config) if "typed" in each.metadata}
     for name, how in typed.items():
         parser.add_argument(name if "nargs" in how["typed"] else f"--{name}", help=how["about"], **how["typed"])
+    if config is TrainConfig:
+        about = "text, or images: see `depthgate train --task images --help`"
+        parser.add_argument("--task", choices=list(TASKS), default="text", help=about)
     parser.add_class_arguments(config, as_group=False, skip=set(typed))
     if issubclass(config, RunConfig):
         parser.add_argument("--resume", type=bool, default=False, help="go on with the run of --out, by its options")
@@ -129,25 +135,27 @@ def _verb_parser(config: type[Any]) -> ArgumentParser:
 
 
 @cache
-def build_parser(start: str = TrainConfig.preset) -> ArgumentParser:
-    """The whole command line; `start` names the preset that `train` begins from."""
+def build_parser(start: str | None = None, task: str = "text") -> ArgumentParser:
+    """The whole command line; `start` names the preset that `train` begins from, for a task."""
     about = "Mixture-of-Depths, MoDE and Soft MoE for PyTorch"
     parser = _Parser(prog="depthgate", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"depthgate {__version__}")
     verbs = parser.add_subcommands(
         dest="verb", metavar="VERB", title="verbs", description="`depthgate VERB --help` lists the options of one"
     )
-    for verb, config in VERBS.items():
+    for verb, config in {**VERBS, "train": TASKS[task]}.items():
         verb_parser = _verb_parser(config)
-        if config is TrainConfig:
-            verb_parser.set_defaults({"preset": start, **preset(start)})
+        if verb == "train":
+            start = start or str(TASKS[task].preset)
+            verb_parser.set_defaults({"preset": start, **(preset if task == "text" else image_preset)(start)})
         verbs.add_subcommand(verb, verb_parser, help=_about(config))
     return parser
 
 
 def _words(argv: Sequence[str]) -> list[str]:
     """Options may be typed with dashes or underscores, and what is true or false without a value: --dry-run."""
-    bare = {f"--{name}" for name, kind in _options(VERBS.get("".join(argv[:1]))) if kind is bool}
+    verbs = [VERBS.get("".join(argv[:1])), *(TASKS.values() if argv[:1] == ["train"] else ())]
+    bare = {f"--{name}" for verb in verbs for name, kind in _options(verb) if kind is bool}
     name = re.compile(r"\A--[A-Za-z][\w.-]*(?==|\Z)")  # and not a text that begins so
     words = [name.sub(lambda found: f"--{found[0][2:].replace('-', '_')}", word) for word in argv]
     for i, word in enumerate(words):
@@ -181,12 +189,23 @@ def _recorded(words: Sequence[str]) -> list[str]:
     for path in (out / own[words[0]], *(step / "config.json" for step in _steps(out))):
         with suppress(OSError, ValueError, DepthgateError):
             found = as_written_now(from_json(path.read_bytes(), path))
-            names, shape = ({each.name for each in fields(of)} for of in (VERBS[words[0]], configs.ModelConfig))
+            of = TASKS[found.get("task", "text")] if words[0] == "train" else VERBS[words[0]]
+            names = {name for name, _ in _options(of)}
             if isinstance(model := found.get("model"), dict):
-                found["model"] = {name: model[name] for name in shape & model.keys()}
+                found["model"] = {name: value for name, value in model.items() if f"model.{name}" in names}
             kept = {name: found[name] for name in names & found.keys() - {"out"}}
             return ["--config", json.dumps(kept, ensure_ascii=False)]
     return []
+
+
+def _task(words: Sequence[str]) -> str:
+    """The task of a run: as typed, or as a file of options or the run that goes on names it."""
+    task = _value(words, "--task")
+    for given in [after for word, after in pairwise(words) if word == "--config"] if not task else ():
+        with suppress(OSError, ValueError, AttributeError, yaml.YAMLError):
+            text = given if given.startswith("{") else Path(given).read_text(encoding="utf-8")
+            task = str(_load_yaml(text).get("task") or task)
+    return task if task in TASKS else "text"
 
 
 def parse(argv: Sequence[str]) -> Namespace:
@@ -197,14 +216,15 @@ def parse(argv: Sequence[str]) -> Namespace:
         if words[:1] != ["train"]:
             return build_parser().parse_args(words)
         # All other defaults depend on the preset, which may stand in a yaml file: read once to learn it.
-        asking = ("--help", "-h", "--print_config")
-        first = build_parser().parse_args([word for word in words if not word.startswith(asking)])
-        options = build_parser(first.train.preset).parse_args(words)
+        asking, task = ("--help", "-h", "--print_config"), _task(words)
+        first = build_parser(task=task).parse_args([word for word in words if not word.startswith(asking)])
+        options = build_parser(first.train.preset, task).parse_args(words)
     except UnicodeDecodeError as error:
         raise InvalidValueError(f"a config file is not yaml text: {error}") from None
     if not isinstance(options.train.model, Namespace):
         raise InvalidValueError(f"model is {options.train.model!r}: it must be a group of options, such as model.dim")
-    settle_vocab(options.train)
+    if task == "text":
+        settle_vocab(options.train)
     return options
 
 
@@ -245,7 +265,7 @@ def _run(argv: Sequence[str]) -> int:
     options = parse(argv)
     verb, given = options.verb, options[options.verb]
     extra = {"resume": given.resume} if issubclass(VERBS[verb], RunConfig) else {}
-    config = configs.build(VERBS[verb], given)
+    config = configs.build(TASKS[given.task] if verb == "train" else VERBS[verb], given)
     if extra.get("resume") and not _steps(Path(config.out)) and os.environ.get("RANK", "0") == "0":
         print(f"depthgate: nothing to resume in {config.out}: starting at step 0", file=sys.stderr)
     code = import_module(f"depthgate.commands.{verb}").run(config, given.json, **extra) or 0

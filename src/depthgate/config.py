@@ -20,8 +20,9 @@ DTYPES = ("auto", "float32", "bfloat16")
 def build(config: type[Any], values: Any) -> Any:
     """An option class from nested values; others of the values are left out."""
     given = {each.name: values[each.name] for each in fields(config) if each.name in values}
-    if config is TrainConfig:
-        given["model"] = build(ModelConfig, given["model"])
+    for each in fields(config):
+        if isinstance(each.type, type) and issubclass(each.type, Options):
+            given[each.name] = build(each.type, given[each.name])
     return config(**given)
 
 
@@ -297,15 +298,15 @@ class ConvertConfig(Options):
 
 @dataclass(frozen=True)
 class EvalConfig(Options):
-    """Measure how well a model predicts a text, or how well it does tasks."""
+    """Measure how well a model predicts a text or tells images apart, or how well it does tasks."""
 
     model: str = required("folder of a run, of one of its checkpoints, or of a Hugging Face model, dense or converted")
     data: str | None = option(
-        None, "text, as for depthgate train; or heldout: what the run kept from its training (or its validation text)"
+        None, "text or images, as for depthgate train; or heldout: what the run kept from its training, or validation"
     )
     tasks: str | None = option(None, "instead of data, a task of lm-eval in a yaml file, for Hugging Face models")
     limit: int | None = count(None, "most documents of the task")
-    batch: int = count(8, "sequences computed at once")
+    batch: int = count(8, "sequences or images computed at once")
     tokens: int | None = count(None, "most tokens to measure on, spread evenly; all unless given")
     seq: int | None = count(
         None, "tokens a Hugging Face model reads at once; unless given 1024, or what it has room for"

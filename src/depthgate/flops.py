@@ -1,4 +1,4 @@
-"""Sizes, parameters and FLOPs of a decoder from its configuration alone. Imports no torch.
+"""Sizes, parameters and FLOPs of a model from its configuration alone. Imports no torch.
 
 A FLOP is a multiply or an add of a matrix product, as torch's FlopCounterMode counts with attention written out: a
 causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice of
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig
+from depthgate.vision import ViTConfig
 
 SLACK = 1e-8  # of a token: 0.29 * 100 is 28.999999999999996 in floating point, and means 29
 
@@ -109,8 +110,45 @@ def layer_cost(
     return cost + _router(config, tokens) if routed and kind != "random" else cost
 
 
-def model_cost(config: ModelConfig, tokens: int, expert_share: float | None = None) -> Cost:
-    """The whole model over one sequence, head included."""
+def _mlp(rows: float, dim: int, hidden: int) -> Cost:
+    return _linear(rows, dim, hidden, bias=True) + _linear(rows, hidden, dim, bias=True)
+
+
+def _vit_layer(config: ViTConfig, kind: str) -> Cost:
+    dim, tokens = config.dim, config.context
+    rows = budget(config.capacity, tokens) if kind == "mod" else tokens
+    scores = 4 * rows * rows * dim  # q k^T and the weights times v, over all heads
+    cost = _linear(rows, dim, 3 * dim, bias=True) + _linear(rows, dim, dim, bias=True) + Cost(4 * dim)
+    cost += Cost(0, scores, 3 * scores)
+    if kind == "mod":
+        cost += _linear(tokens, dim, 1, bias=True)
+    if kind in ("dense", "mod"):
+        return cost + _mlp(rows, dim, config.mlp_hidden)
+    each = _mlp(1, dim, config.hidden_of_experts(kind))
+    if kind == "moe":
+        used = rows * config.top_k
+        cost += _linear(rows, dim, config.experts)
+    else:
+        used = config.experts * config.slots
+        mixing = 4 * rows * used * dim  # into the slots, and back
+        cost += _linear(rows, dim, used) + Cost(1, mixing, 3 * mixing)  # and the scale
+    return cost + Cost(each.parameters * config.experts, each.forward * used, each.training * used)
+
+
+def vit_cost(config: ViTConfig) -> Cost:
+    """A whole vision transformer over one image. Layers whose weights are uniform count as learnt ones do."""
+    (high, wide), (rows, columns), dim = config.patch_size, config.grid, config.dim
+    cost = _linear(rows * columns, config.channels * high * wide, dim, bias=True, input_gradient=False)
+    cost += Cost((config.context + 2) * dim) + _linear(1, dim, config.classes, bias=True)  # positions, norm, head
+    for kind, layers in Counter(config.kinds).items():
+        cost += _vit_layer(config, kind) * layers
+    return cost
+
+
+def model_cost(config: ModelConfig | ViTConfig, tokens: int, expert_share: float | None = None) -> Cost:
+    """The whole model over one sequence or image, head included."""
+    if isinstance(config, ViTConfig):
+        return vit_cost(config)
     cost = Cost(config.vocab * config.dim + config.dim)  # embedding and final norm
     head = _linear(tokens, config.dim, config.vocab)
     cost += Cost(0, head.forward, head.training) if config.tied else head
@@ -130,18 +168,22 @@ def sequence_flops(config: ModelConfig, tokens: int, entered: Sequence[int] | No
     return flops
 
 
-def parameters(config: ModelConfig) -> int:
+def parameters(config: ModelConfig | ViTConfig) -> int:
     """Number of weights of the model."""
     return model_cost(config, 1).parameters
 
 
-def forward_flops(config: ModelConfig, tokens: int | None = None, expert_share: float | None = None) -> float:
+def forward_flops(
+    config: ModelConfig | ViTConfig, tokens: int | None = None, expert_share: float | None = None
+) -> float:
     """Forward FLOPs a token, in a sequence of `tokens`; see `layer_cost`."""
     tokens = tokens or config.context
     return model_cost(config, tokens, expert_share).forward / tokens
 
 
-def training_flops(config: ModelConfig, tokens: int | None = None, expert_share: float | None = None) -> float:
+def training_flops(
+    config: ModelConfig | ViTConfig, tokens: int | None = None, expert_share: float | None = None
+) -> float:
     """Forward and backward FLOPs a token, in a sequence of `tokens`; see `layer_cost`."""
     tokens = tokens or config.context
     return model_cost(config, tokens, expert_share).training / tokens

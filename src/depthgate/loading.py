@@ -19,10 +19,13 @@ from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.flops import parameters
 from depthgate.model import Decoder
+from depthgate.vision import ViTConfig
 
 if TYPE_CHECKING:
+    from depthgate.data.images import Images
     from depthgate.data.token_file import Documents
     from depthgate.hf.adapter import HFLanguageModel
+    from depthgate.vit import ViT
 
 _LARGEST_CONFIG = 2**24  # bytes that are looked at
 
@@ -67,7 +70,7 @@ def open_model(folder: str | Path, device: str, dtype: str = "auto", context: in
             return HFLanguageModel(load_on(device, Path(folder), dtype), tokenizer_of(Path(folder)), context)
     if context is not None or dtype != "auto":
         raise InvalidValueError(f"--seq and --dtype are for Hugging Face models, and {folder} is a run: remove them")
-    return load(folder).to(device)
+    return load_decoder(folder).to(device)
 
 
 def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = None) -> "Documents":
@@ -79,17 +82,47 @@ def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = Non
     if is_hugging_face(Path(folder)):
         what = f"{folder} is a Hugging Face model, which has no held-out text"
         raise InvalidValueError(f"{what}: name a text (--data; for view --text or --prompt)")
-    home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
     try:
-        asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))
+        asked = options_of(folder)
         data, validation = str(asked["data"]), asked["validation"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DepthgateError(f"{home / CONFIG} does not name the run's data ({error}): name a text") from None
+        raise DepthgateError(f"the {CONFIG} of {folder} does not name its data ({error}): name a text") from None
     return prepare(data, tokenizer, validation).validation
 
 
-def load(path: str | Path) -> LoadedDecoder:
-    """A Decoder in evaluation mode, on the CPU, with its `tokenizer`. Nothing in the folder is ever executed."""
+def options_of(folder: str | Path) -> dict[str, Any]:
+    """What a run was asked to do, given its folder or that of one of its checkpoints."""
+    home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
+    return json.loads((home / CONFIG).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def is_of_images(folder: str | Path) -> bool:
+    """True for the run of a vision transformer."""
+    try:
+        return options_of(folder).get("task") == "images"
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Images":
+    """The held-out images of `data`; unless given, those of a run."""
+    from depthgate.data.images import open_images
+
+    if data is None:
+        try:
+            data = str(options_of(folder)["data"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DepthgateError(f"the {CONFIG} of {folder} does not name its data ({error}): name images") from None
+    found, config = open_images(data, model.config.size)[1], model.config
+    if (len(found.names), found.pixels.shape[1]) != (config.classes, config.channels):
+        what = f"{data} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
+        raise DepthgateError(f"{what}, the model {config.classes} and {config.channels}: give other images")
+    return found
+
+
+def load(path: str | Path) -> Any:
+    """A Decoder in evaluation mode, on the CPU, with its `tokenizer`; a ViT with the `names` of its classes, if the run
+    is of images. Nothing in the folder is ever executed."""
     folder = Path(path)
     if is_hugging_face(folder):
         from depthgate.hf.decoder_weights import to_decoder
@@ -105,11 +138,20 @@ def load(path: str | Path) -> LoadedDecoder:
         raise DepthgateError(f"{folder} is not a folder{remedy}")
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
     found = read(folder, ["model"])
-    config = model_config(found.config, found.path)
+    of_images = found.config.get("task") == "images"
+    config = model_config(found.config, found.path, ViTConfig if of_images else ModelConfig)
     weights = found.tensors["model"]
     # Before anything is allocated. Tied weights count once.
     if parameters(config) > sum(n for _, n in {(t.data_ptr(), t.numel()) for t in weights.values()}):
         raise damaged(found.path / CONFIG, "names another model than the one that the weights belong to")
+    if of_images:
+        from depthgate.vit import ViT
+
+        vit = ViT(config)
+        check_fit(weights, vit.state_dict(), found.path)
+        vit.load_state_dict(weights)
+        vit.names = str(found.state.get("names", "")).split("\n")
+        return vit.eval()
     tokenizer = _tokenizer(found.path.absolute().parent / TOKENIZER, config.vocab, found.state.get("tokenizer"))
     model = LoadedDecoder(config)
     check_fit(weights, model.state_dict(), found.path)
@@ -120,14 +162,21 @@ def load(path: str | Path) -> LoadedDecoder:
     return model.eval()
 
 
-def model_config(config: dict[str, Any], path: Path) -> ModelConfig:
+def load_decoder(path: str | Path) -> LoadedDecoder:
+    """`load` for what reads text."""
+    if is_of_images(path):
+        raise InvalidValueError(f"{path} is a run of images, which reads no text: give one of a language model")
+    return load(path)  # type: ignore[no-any-return]
+
+
+def model_config(config: dict[str, Any], path: Path, kind: type[Any] = ModelConfig) -> Any:
     """The model's part of a run's configuration. Unknown and missing keys and wrong values are refused."""
     section = as_written_now(config).get("model")
     given = section if isinstance(section, dict) else {}
-    if wrong := given.keys() ^ {field.name for field in fields(ModelConfig)}:
+    if wrong := given.keys() ^ {field.name for field in fields(kind)}:
         raise damaged(path / CONFIG, f"has wrong or missing keys ({', '.join(sorted(wrong))[:200]})")
     try:
-        return ModelConfig(**given)
+        return kind(**given)
     except DepthgateError as error:
         raise damaged(path / CONFIG, f"does not name a model ({error})") from None
 

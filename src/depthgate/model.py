@@ -86,6 +86,11 @@ def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **ca
     return x, plans
 
 
+def generator_of(seed: int, name: str, device: torch.device) -> torch.Generator:
+    """Random numbers that depend on a seed and on the name of a weight alone."""
+    return torch.Generator(device).manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
+
+
 class Decoder(nn.Module):
     """Embedding, `layers` of the configured kinds, norm, head. Causal attention; routing by top k or causally."""
 
@@ -122,7 +127,7 @@ class Decoder(nn.Module):
             if weight.ndim < 2 or weight.is_meta or "router.rule" in name:
                 continue
             writes = name.endswith(("out.weight", "down.weight", "down"))
-            random = torch.Generator(weight.device).manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
+            random = generator_of(seed, name, weight.device)
             nn.init.normal_(weight, std=0.02 / (2 * visited) ** 0.5 if writes else 0.02, generator=random)
 
     def hidden(

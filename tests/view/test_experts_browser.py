@@ -50,15 +50,15 @@ def test_slot_maps_by_keyboard(browser, page, soft):
 
 
 def test_weights_that_are_no_numbers_are_said_so(browser, soft, tmp_path):
-    into = soft[0].into.clone()
-    into[0, 1, 0, 0] = torch.nan
-    dg.view.save_page([soft[0]._replace(into=into)], tmp_path / "page.html", grid=GRID)
+    weights = soft[0].dispatching.clone()
+    weights[0, :, 0, 0] = torch.tensor([1.0, *[torch.inf] * 47])
+    dg.view.save_page([soft[0]._replace(dispatching=weights)], tmp_path / "page.html", grid=GRID)
     browser.open(tmp_path / "page.html")
     browser.js("document.querySelector('canvas.small').focus()")
     assert "weight 0." in browser.text("#slots-0-said")  # the focus reads where it is
     browser.press("ArrowRight")
     assert browser.text("#slots-0-said") == "expert 0, slot 0, patch in row 0, column 1: weight not a number"
-    assert "1 of the weights are not numbers" in browser.text("main")
+    assert "47 of the weights are not numbers" in browser.text("main")
     browser.assert_alone()
 
 

@@ -11,7 +11,7 @@ from depthgate.config import ConvertConfig
 from depthgate.errors import InvalidValueError
 from depthgate.hf.conversion import check_new, check_same, convert_folder, probe_for, save
 from depthgate.hf.export import export
-from depthgate.loading import is_hugging_face, load
+from depthgate.loading import is_hugging_face, load_decoder
 
 _ROUTING = ("capacity", "layers", "gate", "rule", "text")  # options that mean nothing for a run
 
@@ -46,7 +46,7 @@ def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
         what = f"{config.model} is a run, which keeps its own routing"
         raise InvalidValueError(f"{what}: leave --{given[0]} out, which is for Hugging Face models")
     check_new(Path(config.out), Path(config.model))
-    decoder = load(config.model)
+    decoder = load_decoder(config.model)
     model = export(decoder, config.to)
     probe, _ = probe_for(config, model.config)
     with torch.no_grad():

@@ -1,4 +1,5 @@
-"""`depthgate eval`: a model of ours or of transformers, dense or converted, on a text or on tasks of lm-eval."""
+"""`depthgate eval`: a model of ours or of transformers, dense or converted, on a text, on images or on tasks of
+lm-eval."""
 
 import json
 from pathlib import Path
@@ -12,8 +13,10 @@ from depthgate.data.batches import validation_rows
 from depthgate.data.token_file import Documents
 from depthgate.device import count_flops, resolve_device
 from depthgate.errors import DepthgateError
+from depthgate.flops import vit_cost
 from depthgate.hf.adapter import evaluate_task
-from depthgate.loading import LanguageModel, is_hugging_face, open_model, text_of
+from depthgate.loading import LanguageModel, images_of, is_hugging_face, is_of_images, load, open_model, text_of
+from depthgate.train import images
 from depthgate.train.evaluate import measure
 
 _COUNTED = 8  # windows whose FLOPs are counted
@@ -26,11 +29,20 @@ _BY_LAYER = {
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """The figures of one model on one text."""
+    """The figures of one model on one text, or on images."""
+    if is_of_images(config.model):
+        return _on_images(config)
     model = open_model(config.model, resolve_device(config.device), config.dtype, config.seq)
     documents = text_of(config.model, model.tokenizer, None if config.data == "heldout" else config.data)
     figures = measure(model, documents, config.batch, config.tokens)
     return {"model": config.model, "data": config.data, **figures, "flops_per_token": flops_per_token(model, documents)}
+
+
+def _on_images(config: EvalConfig) -> dict[str, Any]:
+    device, vit = resolve_device(config.device), load(config.model)
+    found = images_of(vit, config.model, None if config.data == "heldout" else config.data)
+    figures = images.measure(vit.to(device), found, config.batch, device)
+    return {"model": config.model, "data": config.data, **figures, "flops_per_image": vit_cost(vit.config).forward}
 
 
 @torch.no_grad()
@@ -57,6 +69,13 @@ def run(config: EvalConfig, as_json: bool) -> None:
         print(f"{config.model} on {config.tasks}: {figures['documents']:,} documents")
         for name, value in figures["metrics"].items():
             print(f"{name:32} {value:.4f}" if isinstance(value, float) else f"{name:32} {value}")
+    elif "accuracy" in figures:
+        print(f"{config.model} on {config.data}: {figures['images']:,} images")
+        flops = f"{figures['flops_per_image']:,.0f} FLOPs an image"
+        print(f"accuracy {figures['accuracy']:.2%}, loss {figures['loss']:.4f} nats, {flops}")
+        print(f"calibration error {figures['calibration_error']:.4f}, mean confidence {figures['confidence']:.2%}")
+        for name, share in list(figures["accuracy_by_class"].items())[:100]:
+            print(f"  {name}: {share:.2%}")
     else:
         rows = [
             (name, f"{figures[f'nats_per_token{end}']:.4f}", f"{figures[f'bits_per_byte{end}']:.4f}")

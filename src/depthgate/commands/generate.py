@@ -15,14 +15,14 @@ from depthgate.generation.calls import events
 from depthgate.generation.config import GenerateConfig
 from depthgate.generation.plain import Reader
 from depthgate.generation.text import Event, Generation, read_prompts
-from depthgate.loading import LoadedDecoder, load
+from depthgate.loading import LoadedDecoder, load_decoder
 
 
 def run(config: GenerateConfig, as_json: bool) -> int:
     """Continue the prompts, or talk; the exit code: 0, or 130 where it was interrupted."""
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what a terminal cannot show
-    model = load(config.model).to(resolve_device(config.device))
+    model = load_decoder(config.model).to(resolve_device(config.device))
     if not config.prompt:
         if as_json:
             raise DepthgateError("--json needs at least one --prompt")

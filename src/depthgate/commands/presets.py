@@ -1,21 +1,25 @@
 """`depthgate presets`: named starting points of `depthgate train`, with their shapes and sizes."""
 
 import json
+from typing import Any
 
 from depthgate.config import PresetsConfig
 from depthgate.console import print_table
 from depthgate.flops import parameters, training_flops
 from depthgate.recipes import PRESETS, train_config
+from depthgate.vision import IMAGE_PRESETS, images_config
 
 _SHAPE = ("dim", "layers", "context", "pattern")
 _NAMES = """tiny: minutes on two cores. 124m and 1b name shapes, not counts:
 12 layers of 768 (GPT-2's 124 M), 16 of 2048 (Llama 3.2's 1.2 B), here
-with 32,768 token ids and feed-forwards of 8/3 of the width."""
+with 32,768 token ids and feed-forwards of 8/3 of the width.
+vit: with --task images; a token is a patch, and context those of an image."""
 
 
 def run(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
     """Print them all."""
-    models = {name: train_config(name).model for name in PRESETS}
+    models: dict[str, Any] = {name: train_config(name).model for name in PRESETS}
+    models |= {name: images_config(name).model for name in IMAGE_PRESETS}
     rows = [(n, parameters(m), training_flops(m), *(getattr(m, key) for key in _SHAPE)) for n, m in models.items()]
     if as_json:
         names = ("preset", "parameters", "flops_per_token", *_SHAPE)

@@ -13,7 +13,7 @@ from typing import Any
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import handled
-from depthgate.loading import load
+from depthgate.loading import load_decoder
 from depthgate.serve.config import ServeConfig
 
 
@@ -53,7 +53,7 @@ def build(config: ServeConfig, keys: list[bytes]) -> Any:
     """The application, with its model loaded."""
     from depthgate.serve.app_starlette import App
 
-    return App(load(config.model).to(resolve_device(config.device)), config, keys)
+    return App(load_decoder(config.model).to(resolve_device(config.device)), config, keys)
 
 
 def listen(app: Any, address: socket.socket, ready: Callable[[], None]) -> int:

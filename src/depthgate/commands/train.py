@@ -1,24 +1,33 @@
-"""`depthgate train`: a decoder language model from text. Loads torch only after the sizes are known to fit."""
+"""`depthgate train`: a decoder language model from text, or a vision transformer from images. Loads torch only after
+the sizes are known to fit."""
 
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from depthgate.config import TrainConfig
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.files import handled
 from depthgate.flops import parameters
+from depthgate.vision import ImagesConfig
 
 
-def run(config: TrainConfig, as_json: bool, resume: bool = False) -> int:
+def run(config: TrainConfig | ImagesConfig, as_json: bool, resume: bool = False) -> int:
     """Train, or go on; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""
     _check_fits(config)
     try:
         with handled(lambda *_: sys.exit(), signal.SIGTERM):  # while it trains, the loop has handlers of its own
-            from depthgate.train.loop import train
+            if isinstance(config, ImagesConfig):
+                from depthgate.train import images
 
-            code = train(config, resume)
+                code = images.train(config, resume)
+            else:
+                from depthgate.train.loop import train
+
+                code = train(config, resume)
     except SystemExit:
         print("depthgate: stopped before the first step; go on with --resume", file=sys.stderr)
         return 0
@@ -27,10 +36,13 @@ def run(config: TrainConfig, as_json: bool, resume: bool = False) -> int:
     return code
 
 
-def _check_fits(config: TrainConfig) -> None:
+def _check_fits(config: TrainConfig | ImagesConfig) -> None:
     """Refuse what no memory here could hold, before anything is allocated."""
-    check_count(config.batch * config.model.context, "batch * model.context", maximum=2**28)
-    weights = parameters(config.model)
+    model: Any = config.model
+    if isinstance(config, ImagesConfig) and model.image is None:  # the data will tell: one patch, at least
+        model = replace(model, image=model.patch)
+    check_count(config.batch * model.context, "batch * model.context", maximum=2**28)
+    weights = parameters(model)
     need = 4 * weights * (4 if config.device == "cpu" else 1)  # with their gradients and two moments, or alone
     have = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * int(os.environ.get("WORLD_SIZE") or 1)
     if need > have:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import count
 from math import ceil, isqrt
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ class Rows(NamedTuple):
     targets: Tensor  # the next token; -1 where that belongs to another document, or at padding
     pos: Tensor  # from 0 in every piece of a document; padding: -1
     doc: Tensor  # 0, 1, 2 ... within the window; padding: -1
+
+
+class Numbered(Protocol):
+    """Training data as rows that are a pure function of their numbers: `Packed`, or `Shuffled` of data.images."""
+
+    @property
+    def context(self) -> int: ...  # tokens of a row
+    def rows(self, numbers: Sequence[int]) -> Rows: ...
+    def fingerprint(self) -> str: ...
 
 
 def windows(documents: Documents, starts: Sequence[int], context: int, max_documents: int | None = None) -> Rows:
@@ -76,6 +85,10 @@ class Packed:
     def __len__(self) -> int:
         return self._length
 
+    def fingerprint(self) -> str:
+        """A hash of what the rows are made of."""
+        return self.documents.fingerprint()
+
     @property
     def most_documents(self) -> int:
         """The largest number of documents in a window."""
@@ -117,7 +130,7 @@ def _round_keys(key: int) -> tuple[int, ...]:
 
 
 def batches(
-    packed: Packed, batch: int, start: int = 0, workers: int = 0, rank: int = 0, world: int = 1
+    packed: Numbered, batch: int, start: int = 0, workers: int = 0, rank: int = 0, world: int = 1
 ) -> Iterator[Rows]:
     """Batches without end, from sequence `start`: rows rank, rank + world ... of every `batch` sequences.
 
@@ -134,7 +147,7 @@ def batches(
     return _ahead(packed, numbers, workers) if workers else map(packed.rows, numbers)
 
 
-def _ahead(packed: Packed, numbers: Iterator[range], workers: int) -> Iterator[Rows]:
+def _ahead(packed: Numbered, numbers: Iterator[range], workers: int) -> Iterator[Rows]:
     """The rows of these numbers, in order, made by threads before they are asked for."""
     pool = ThreadPoolExecutor(workers, thread_name_prefix="depthgate-data")
     try:

@@ -11,9 +11,9 @@ The residual is added by the caller; `add_to` does it where tokens without an up
 
 from depthgate.layers.attention import Attention
 from depthgate.layers.block import Block
-from depthgate.layers.ffn import Experts, SwiGLU
+from depthgate.layers.ffn import MLP, Experts, SwiGLU
 from depthgate.layers.mod import MoD
 from depthgate.layers.moe import MoE
 from depthgate.layers.soft_moe import SoftMoE
 
-__all__ = ["Attention", "Block", "Experts", "MoD", "MoE", "SoftMoE", "SwiGLU"]
+__all__ = ["MLP", "Attention", "Block", "Experts", "MoD", "MoE", "SoftMoE", "SwiGLU"]

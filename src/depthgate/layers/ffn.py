@@ -35,6 +35,21 @@ class SwiGLU(nn.Module):
         return self.down(swiglu(self.up(x))), ()
 
 
+class MLP(nn.Module):
+    """down(gelu(up x)), with biases, token by token: the feed-forward of vision transformers."""
+
+    def __init__(self, dim: int, hidden: int | None = None) -> None:
+        super().__init__()
+        self.dim = check_count(dim, "dim")
+        self.hidden = 4 * dim if hidden is None else check_count(hidden, "hidden")
+        self.up = nn.Linear(dim, self.hidden)
+        self.down = nn.Linear(self.hidden, dim)
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Plans]:
+        check_tokens(x, self.dim)
+        return self.down(F.gelu(self.up(x))), ()
+
+
 # name -> (how many times `hidden` the first product is wide, what follows it)
 _ACTIVATIONS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {"swiglu": (2, swiglu), "gelu": (1, F.gelu)}
 

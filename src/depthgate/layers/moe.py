@@ -27,6 +27,7 @@ class MoE(nn.Module):
     (threshold unless told) decides token by token; before the first update of the threshold every expert takes every
     token.
     `gate`: softmax, a token's probability for the expert, by which experts also rank tokens; or sigmoid of its score.
+    `activation` and `bias`: what experts are made of, see Experts.
     `shared_experts` are always on: together one SwiGLU of that many times `hidden`.
     """
 
@@ -44,6 +45,8 @@ class MoE(nn.Module):
         rule: str | nn.Module | None = None,
         pool: str | None = None,
         gate: str = "softmax",
+        activation: str = "swiglu",
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
@@ -70,7 +73,7 @@ class MoE(nn.Module):
                 across_experts=gate == "softmax",
                 pool=pool or "sequence",
             )
-        self.experts = Experts(num_experts, dim, hidden)
+        self.experts = Experts(num_experts, dim, hidden, activation=activation, bias=bias)
         self.shared = SwiGLU(dim, shared_experts * hidden) if shared_experts else None
 
     def forward(

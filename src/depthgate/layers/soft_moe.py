@@ -17,10 +17,13 @@ class SoftMoE(nn.Module):
     Experts are GELU networks with biases, four times as wide as `dim` unless `hidden` says otherwise.
     """
 
-    def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1, *, hidden: int | None = None) -> None:
+    def __init__(
+        self, dim: int, num_experts: int, slots_per_expert: int = 1, *, hidden: int | None = None, **router: Any
+    ) -> None:
+        """router: further options of SoftSlots."""
         super().__init__()
         self.dim = check_count(dim, "dim")
-        self.router = SoftSlots(dim, num_experts, slots_per_expert)
+        self.router = SoftSlots(dim, num_experts, slots_per_expert, **router)
         hidden = 4 * dim if hidden is None else check_count(hidden, "hidden")
         self.experts = Experts(num_experts, dim, hidden, activation="gelu", bias=True)
 

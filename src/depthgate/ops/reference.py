@@ -98,3 +98,15 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(d)
     seen = (doc[:, :, None] == doc[:, None, :]) & torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)
+
+
+def soft_exponentials(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
+    """Twin of `soft.soft_exponentials`: tokens scaled to length one, logits and exponentials one after another."""
+    unit = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)
+    weights = torch.exp(unit @ slots - bound.detach())
+    return weights if valid is None else torch.where(valid[..., None], weights, 0.0)
+
+
+def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
+    """Twin of `soft.weighted_means`: probabilities first."""
+    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny) @ x

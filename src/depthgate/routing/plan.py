@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from depthgate.ops.rows import add_at, add_rows, inverse_for_gathering, put_rows, take_rows
+from depthgate.ops.soft import weighted_means
 
 
 class Slots(NamedTuple):
@@ -187,31 +188,61 @@ class Groups(NamedTuple):
 
 
 class Soft(NamedTuple):
-    """Each of E experts has C slots, and every token has a share in every slot: D and C of the Soft MoE paper."""
+    """Each of E experts has C slots, and every token has a share in every slot: D and C of the Soft MoE paper.
 
-    into: Tensor  # (B, T, E, C) fp32 dispatch weights: sum to one over the tokens
-    back: Tensor  # (B, T, E, C) fp32 combine weights: sum to one over the slots
-    scores: Tensor  # (B, T, E, C) fp32 logits of the router
+    Both come from weights that are not normalised yet: a learnt router's are one matrix, exp(scores - bound).
+    """
+
+    dispatching: Tensor  # (B, T, E, C) weights of tokens in slots, at least 0
+    combining: Tensor  # (B, T, E, C) weights of slots in tokens, at least 0
+    bound: Tensor | None = None  # (1,) what the largest score can be
     valid: Tensor | None = None  # (B, T) bool; None: no padding
 
     def __repr__(self) -> str:
-        B, T, E, C = self.into.shape
-        return _summary(
-            "Soft", f"experts {E}, slots an expert {C}", self.into.new_ones(B, T, dtype=torch.bool), self.valid
-        )
+        B, T, E, C = self.dispatching.shape
+        tokens = self.dispatching.new_ones(B, T, dtype=torch.bool)
+        return _summary("Soft", f"experts {E}, slots an expert {C}", tokens, self.valid)
 
     def dispatch(self, x: Tensor) -> Tensor:
         """x (B, T, D) -> (B, E, C, D): slot inputs, D^T X."""
-        B, T, E, C = self.into.shape
-        weights = self.into.reshape(B, T, E * C).to(x.dtype)
+        B, T, E, C = self.dispatching.shape
         if self.valid is not None:  # whatever lies in padding, NaN included, weighs nothing
             x = torch.where(self.valid[..., None], x, 0.0)
-        return torch.bmm(weights.mT, x).reshape(B, E, C, x.shape[-1])
+        weights = self.dispatching.reshape(B, T, E * C)
+        means = weighted_means(weights.mT, x.to(weights.dtype))
+        return means.to(x.dtype).reshape(B, E, C, x.shape[-1])
 
     def combine(self, rows: Tensor) -> Tensor:
         """rows (B, E, C, D) -> update (B, T, D): C Y."""
-        B, T, E, C = self.back.shape
-        return torch.bmm(self.back.reshape(B, T, E * C).to(rows.dtype), rows.reshape(B, E * C, rows.shape[-1]))
+        B, T, E, C = self.combining.shape
+        weights, rows = self.combining.reshape(B, T, E * C), rows.reshape(B, E * C, rows.shape[-1])
+        return weighted_means(weights, rows.to(weights.dtype)).to(rows.dtype)
+
+    @property
+    def into(self) -> Tensor:
+        """(B, T, E, C) fp32 dispatch weights: they sum to one over the tokens."""
+        return _normalised(self.dispatching, (1,))
+
+    @property
+    def back(self) -> Tensor:
+        """(B, T, E, C) fp32 combine weights: they sum to one over the slots."""
+        return _normalised(self.combining, (2, 3))
+
+    @property
+    def scores(self) -> Tensor:
+        """(B, T, E, C) fp32 logits of the router, 0 at padding."""
+        weights = _wide(self.combining)
+        logits = weights.clamp(min=torch.finfo(weights.dtype).tiny).log() + (0.0 if self.bound is None else self.bound)
+        return logits if self.valid is None else torch.where(self.valid[..., None, None], logits, 0.0)
+
+
+def _wide(weights: Tensor) -> Tensor:
+    return weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+
+def _normalised(weights: Tensor, dims: tuple[int, ...]) -> Tensor:
+    wide = _wide(weights)
+    return wide / wide.sum(dims, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
 
 
 def _summary(kind: str, what: str, routed: Tensor, valid: Tensor | None) -> str:

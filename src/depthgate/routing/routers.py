@@ -11,10 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count
+from depthgate.errors import (
+    DepthgateError,
+    InvalidValueError,
+    check_capacity,
+    check_choice,
+    check_count,
+    check_number,
+)
 from depthgate.flops import budget
 from depthgate.ops.rows import check_per_token, check_tokens, inverse_for_gathering, plain_positions, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
+from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
@@ -334,20 +342,35 @@ def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
 
 class SoftSlots(nn.Module):
     """Soft MoE's router (Puigcerver et al. 2023, section 2.3): logits are the cosine of token and slot times a learnt
-    scale; dispatch is their softmax over tokens, combine their softmax over slots. Not causal."""
+    scale, 40 at most; dispatch is their softmax over tokens, combine their softmax over slots. Not causal.
 
-    def __init__(self, dim: int, num_experts: int, slots_per_expert: int = 1) -> None:
+    Either may be "uniform": all weights alike, the control that a learnt router is compared with.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_experts: int,
+        slots_per_expert: int = 1,
+        *,
+        scale: float = 1.0,
+        dispatch: str = "learnt",
+        combine: str = "learnt",
+    ) -> None:
         super().__init__()
         self.dim = check_count(dim, "dim")
         self.num_experts = check_count(num_experts, "num_experts")
         self.slots_per_expert = check_count(slots_per_expert, "slots_per_expert")
+        self.first_scale = check_number(scale, "scale", f"(0, {MOST}]")
+        self.dispatch = check_choice(dispatch, "dispatch", ("learnt", "uniform"))
+        self.combine = check_choice(combine, "combine", ("learnt", "uniform"))
         self.phi = nn.Parameter(torch.empty(dim, num_experts * slots_per_expert))
         self.scale = nn.Parameter(torch.empty(1))  # not 0-d: FSDP2 cannot shard that
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.phi, std=self.dim**-0.5)
-        nn.init.ones_(self.scale)
+        nn.init.constant_(self.scale, self.first_scale)
 
     def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, slots_per_expert={self.slots_per_expert}"
@@ -357,27 +380,18 @@ class SoftSlots(nn.Module):
         _check_call(x, self.dim, pos, None)
         if causal:
             raise DepthgateError("Soft MoE mixes all tokens and has no causal form: use MixtureOfExperts instead")
-        B, T, _ = x.shape
         valid = None if pos is None else pos >= 0
+        dtype = working_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
-            tokens = features(x, valid)
-            slots = self.scale.to(tokens.dtype) * _unit(self.phi.to(tokens.dtype), 0)
-            scores = _unit(tokens, -1) @ slots  # (B, T, E*C)
-            back = scores.softmax(-1)
-            if valid is None:
-                into = scores.softmax(1)
-            else:
-                real = valid[..., None]
-                # Padding weighs nothing; a row of padding alone has no weights at all, instead of 0/0.
-                into = scores.masked_fill(~real, torch.finfo(scores.dtype).min).softmax(1) * real
-                back = back * real
-        shape = (B, T, self.num_experts, self.slots_per_expert)
-        return Soft(into.view(shape), back.view(shape), scores.view(shape), valid)
-
-
-def _unit(x: Tensor, dim: int) -> Tensor:
-    """x scaled to length one; a zero vector stays zero, with a finite gradient."""
-    return x * torch.rsqrt(x.square().sum(dim, keepdim=True) + 1e-12)
+            tokens = x.to(dtype) if valid is None else torch.where(valid[..., None], x, 0.0).to(dtype)
+            phi = self.phi.to(torch.promote_types(dtype, torch.float32))
+            scale = self.scale.to(phi.dtype).clamp(-MOST, MOST)
+            slots = scale * phi * torch.rsqrt(phi.square().sum(0, keepdim=True) + 1e-12)
+            weights = soft_exponentials(tokens, slots.to(dtype), scale.detach().abs(), valid)
+        weights = weights.view(*x.shape[:2], self.num_experts, self.slots_per_expert)
+        alike = torch.ones_like(weights) if valid is None else torch.ones_like(weights) * valid[..., None, None]
+        into, back = (weights if how == "learnt" else alike for how in (self.dispatch, self.combine))
+        return Soft(into, back, scale.detach().abs(), valid)
 
 
 def _check_call(x: Tensor, dim: int, pos: Tensor | None, doc: Tensor | None) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from depthgate.checkpoint import store as checkpoint
 from depthgate.config import RunConfig, TrainConfig
-from depthgate.data.batches import Packed, Rows, batches
+from depthgate.data.batches import Numbered, Packed, Rows, batches
 from depthgate.data.token_file import Documents, prepare, told
 from depthgate.data.tokenizer import folder_hash, tokenizer_by_name
 from depthgate.device import ALONE, World, matmul_rate, resolve_device
@@ -130,7 +130,7 @@ class Loop:
     """A run in progress: everything a checkpoint holds, and the steps from one to the next."""
 
     def __init__(
-        self, config: RunConfig, task: Task, optimizers: Optimizers, packed: Packed, world: World, **hashes: str
+        self, config: RunConfig, task: Task, optimizers: Optimizers, packed: Numbered, world: World, **hashes: str
     ) -> None:
         """hashes: what else tells the run apart, kept in its checkpoints."""
         self.config, self.folder, self.task, self.packed, self.world = config, Path(config.out), task, packed, world
@@ -142,7 +142,7 @@ class Loop:
         # About ten times, and on a thirtieth of the tokens that are trained on at most.
         self.look_every = max(-(-config.steps // 10), 32 * GLANCE // (config.batch * packed.context))
         self.state: dict[str, Any] = {"step": 0, "sequences": 0, "tokens": 0, "flops": 0.0, "seconds": 0.0, "bad": 0}
-        self.state |= {"data": packed.documents.fingerprint(), **hashes}
+        self.state |= {"data": packed.fingerprint(), **hashes}
 
     def run(self, resume: bool) -> int:
         """Make all steps that are left; the exit code: 0 when done or asked to stop (SIGTERM), 130 when interrupted."""

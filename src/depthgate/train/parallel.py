@@ -10,11 +10,11 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -24,6 +24,8 @@ from depthgate.device import World
 from depthgate.model import Decoder, residual
 from depthgate.ops.loss import linear_cross_entropy
 from depthgate.routing import Plans
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 class CompiledDecoder(Decoder):
@@ -52,17 +54,22 @@ def build_decoder(config: ModelConfig, compiled: bool, world: World) -> Decoder:
     of FSDP stand around them."""
     kind = CompiledDecoder if compiled and world.size == 1 else Decoder
     no_loss = config.rule != "scores"  # `causal_bce` teaches a predictor alone, and a threshold has no loss
-    model = kind(config, scores_have_no_loss=no_loss).to(world.device)
+    return spread(kind(config, scores_have_no_loss=no_loss).to(world.device), compiled, world)
+
+
+def spread(model: Model, compiled: bool, world: World) -> Model:
+    """Split the weights of a model with `layers` among the processes, if there are several, and compile its layers."""
     if world.size == 1:
         return model
     mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
-    for layer in model.layers:
+    for layer in model.layers:  # type: ignore[union-attr]
         if compiled:
-            layer.add_to = torch.compile(layer.add_to)  # type: ignore[assignment, arg-type]
+            layer.add_to = torch.compile(layer.add_to)
         fully_shard(layer, mesh=mesh)
         register_fsdp_forward_method(layer, "add_to")
     fully_shard(model, mesh=mesh)
-    register_fsdp_forward_method(model, "loss")
+    if hasattr(model, "loss"):
+        register_fsdp_forward_method(model, "loss")
     return model
 
 

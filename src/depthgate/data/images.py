@@ -1,0 +1,312 @@
+"""Images with labels: from .npz files and folders, as batches that are a pure function of their numbers, and changed by
+chance in ways that are one too, on the device that trains."""
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthgate.data.batches import Rows, permuted
+from depthgate.data.token_file import mix
+from depthgate.errors import DepthgateError, installed, warn_once
+from depthgate.vision import ImagesConfig
+
+_ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_HELD_OUT = 10  # one of so many images is held out, where there is no test split
+_SPLITS = ("test", "val", "valid", "validation")
+# Names of arrays in .npz files: of the images of a split, and of their labels.
+_NAMES = ("x_{}", "{}_x", "{}_images", "{}_data", "{}"), ("y_{}", "{}_y", "{}_labels", "{}_label", "{}_targets")
+_File = tuple[str, Callable[[], Any]]  # a name for messages, and what opens it
+_Pair = tuple[Tensor, Tensor]  # pixels and labels
+
+
+class Images(NamedTuple):
+    """Images of one size, and their classes."""
+
+    pixels: Tensor  # (N, channels, height, width) uint8
+    labels: Tensor  # (N,) int64
+    names: list[str]  # of the classes
+
+
+def open_images(data: str, size: tuple[int, int] | None = None, corrupt: str = "refuse") -> tuple[Images, Images]:
+    """The images of an .npz file or a folder, to train on and held out, of height and width `size` if given. Nothing in
+    a file is ever executed. corrupt: "refuse", or "skip" and warn."""
+    path, skip = Path(data), corrupt == "skip"
+    if not data or not path.exists():
+        raise DepthgateError(f"data is {data!r}, which is not there: name an .npz file of images, or a folder")
+    pairs, names = _folder(path, size or (32, 32), skip) if path.is_dir() else _npz(path, skip)
+    for pixels, labels in pairs:
+        if not len(labels):
+            raise DepthgateError(f"{data} holds no images: give some")
+        low, high = map(int, labels.aminmax())
+        if low < 0 or high >= len(names):
+            known = f"there are {len(names)} classes, from 0 on"
+            raise DepthgateError(f"{data} has the label {low if low < 0 else high}, and {known}: mend its labels")
+        if pixels.shape[1:] != pairs[0][0].shape[1:]:
+            raise DepthgateError(f"{data} has images of other shapes to train on than held out: make them alike")
+    if missing := sorted({*range(len(names))} - {*pairs[0][1].tolist()}):
+        raise DepthgateError(
+            f"{data} has no image of class {names[missing[0]]} to train on: leave it out, or give some"
+        )
+    train, held_out = (Images(x if size in (None, x.shape[2:]) else _resized(x, size), y, names) for x, y in pairs)
+    return train, held_out
+
+
+def _resized(pixels: Tensor, size: Any) -> Tensor:
+    parts = [F.interpolate(part.float(), size, mode="bilinear", antialias=True) for part in torch.split(pixels, 1024)]
+    return torch.cat([part.round().clamp(0, 255).to(torch.uint8) for part in parts])
+
+
+def _npz(path: Path, skip: bool) -> tuple[Sequence[_Pair], list[str]]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile, AttributeError) as error:
+        why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)[:100]
+        raise DepthgateError(f"{path} cannot be read as an .npz file of arrays ({why}): save plain arrays") from None
+    train, *others = (_split(path, arrays, name, skip) for name in ("train", *_SPLITS))
+    held_out = next(filter(None, others), None)
+    if train is None:
+        x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (("x", "images"), ("y", "labels")))
+        if x is None or y is None:
+            have = ", ".join(arrays) or "nothing"
+            raise DepthgateError(f"{path} has {have}: it must have x and y, or x_train, y_train, x_test and y_test")
+        train = _pair(path, x, y)
+    pairs = (train, held_out) if held_out else _apart(*train)
+    many = 1 + max((int(labels.max()) for _, labels in pairs if len(labels)), default=-1)
+    return pairs, [str(name) for name in arrays.get("classes", range(many))]
+
+
+def _split(path: Path, arrays: dict[str, Any], split: str, skip: bool) -> _Pair | None:
+    """The images and labels of a split; None if there are none."""
+    if f"{split}_jpeg" in arrays:
+        stored, offset, label = (arrays.get(f"{split}_{name}") for name in ("jpeg", "offset", "label"))
+        return _packed(path, stored, offset, label, skip)
+    x, y = (next((arrays[n] for each in names if (n := each.format(split)) in arrays), None) for names in _NAMES)
+    return None if x is None or y is None else _pair(path, x, y)
+
+
+def _pair(path: Path, x: Any, y: Any) -> _Pair:
+    if y.size != len(y) or len(x) != len(y) or not np.issubdtype(y.dtype, np.integer):
+        raise DepthgateError(f"{path} has labels {y.dtype} {y.shape} for {len(x)} images: give a whole number for each")
+    if x.dtype != np.uint8 or x.ndim not in (3, 4):
+        raise DepthgateError(f"{path} has images {x.dtype} {x.shape}: they must be uint8 (N, height, width, channels)")
+    first = x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] not in (1, 3)  # channels first
+    x = x[:, None] if x.ndim == 3 else x if first else x.transpose(0, 3, 1, 2)
+    return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y.reshape(-1).astype(np.int64))
+
+
+def _packed(path: Path, stored: Any, offset: Any, label: Any, skip: bool) -> _Pair:
+    """Images as the bytes of files, one after another, each from its offset to the next."""
+    ends = [] if offset is None or label is None else offset.tolist()
+    if (
+        len(ends) < 2
+        or len(ends) != len(label) + 1
+        or ends != sorted(ends)
+        or not 0 <= ends[0] <= ends[-1] <= stored.nbytes
+    ):
+        raise DepthgateError(f"{path} has packed images, but not an offset and a label that fit: it is damaged")
+    places = enumerate(pairwise(ends))
+    files = [(f"{path}, image {i},", partial(io.BytesIO, memoryview(stored)[a:b])) for i, (a, b) in places]
+    return _decoded(files, torch.from_numpy(label.astype(np.int64)), None, skip)
+
+
+def _decoded(files: Sequence[_File], labels: Tensor, size: tuple[int, int] | None, skip: bool) -> _Pair:
+    """The pixels of image files: all of one size, which is that of the first one unless given."""
+    pillow = installed("PIL.Image", "images")
+
+    def read(file: _File) -> Any:
+        try:
+            with pillow.open(file[1]()) as image:
+                found = image.convert("RGB")
+                return np.asarray(found if size is None else _fitted(found, size)).transpose(2, 0, 1)
+        except Exception as error:  # Pillow raises many kinds
+            return f"{file[0]} is not an image that can be read ({str(error)[:80] or type(error).__name__})"
+
+    found = [read(file) for file in files[:64]] if size is None else []
+    size = size or next((each.shape[1:] for each in found if not isinstance(each, str)), (1, 1))
+    if (room := 3 * len(files) * size[0] * size[1]) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise DepthgateError(f"{len(files):,} images of {size} take {room / 2**30:.0f} GiB: lower --model.image")
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        found = list(pool.map(read, files))
+    for problem in (each for each in found if isinstance(each, str)):
+        if not skip:
+            raise DepthgateError(f"{problem}: remove it, or leave such files out by --corrupt skip")
+        warn_once(f"{problem}: it is left out")
+    kept = [i for i, each in enumerate(found) if not isinstance(each, str)]
+    pixels = np.stack([found[i] for i in kept]) if kept else np.zeros((0, 3, *size), np.uint8)
+    return torch.from_numpy(pixels), labels[kept]
+
+
+def _fitted(image: Any, size: tuple[int, int]) -> Any:
+    """The middle of an image, as large as its shape allows, resized to height and width."""
+    (wide, high), (H, W) = image.size, size
+    scale = min(wide / W, high / H)
+    left, top = (wide - W * scale) / 2, (high - H * scale) / 2
+    return image.resize((W, H), box=(left, top, left + W * scale, top + H * scale), resample=2, reducing_gap=3.0)
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The image files of a folder and of those in it, by name."""
+    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+
+
+def _folder(folder: Path, size: tuple[int, int], skip: bool) -> tuple[Sequence[_Pair], list[str]]:
+    train = folder / "train" if (folder / "train").is_dir() else folder
+    held_out = next((folder / name for name in _SPLITS if train != folder and (folder / name).is_dir()), None)
+    classes, *others = (
+        sorted(path.name for path in split.iterdir() if path.is_dir() and path.name[0] != ".")
+        for split in (train, held_out)
+        if split
+    )
+    if not classes:
+        what = "images, but no folder for each class" if image_files(folder) else "no images"
+        raise DepthgateError(f"data is {folder}, which holds {what}: it must hold a folder of images for each class")
+    if empty := [name for name in classes if not image_files(train / name)]:
+        raise DepthgateError(f"{train / empty[0]} holds no images: leave the class out, or give some")
+    if unknown := {name for split in others for name in split} - {*classes}:
+        raise DepthgateError(f"{held_out} has the class {min(unknown)}, and {train} has not: name classes alike")
+
+    def read(where: Path) -> _Pair:
+        files = [(path, label) for label, name in enumerate(classes) for path in image_files(where / name)]
+        opened = [(str(path), partial(path.open, "rb")) for path, _ in files]
+        return _decoded(opened, torch.tensor([label for _, label in files], dtype=torch.int64), size, skip)
+
+    return (read(train), read(held_out)) if held_out else _apart(*read(train)), classes
+
+
+def _apart(pixels: Tensor, labels: Tensor) -> tuple[_Pair, _Pair]:
+    """Images to train on, and one of ten held out."""
+    out = torch.tensor([mix(0, i) % _HELD_OUT == 0 for i in range(len(labels))], dtype=torch.bool)
+    out[-1:] |= not out.any()
+    return (pixels[~out], labels[~out]), (pixels[out], labels[out])
+
+
+class Shuffled:
+    """Training images, numbered through all epochs: epoch e is the numbers from e * N, in an order of its own. Rows are
+    bytes, labels, the numbers by which each image is changed, and nothing."""
+
+    def __init__(self, images: Images, context: int, seed: int = 0) -> None:
+        """context: tokens of an image."""
+        self.images, self.context, self.seed = images, context, seed
+
+    def fingerprint(self) -> str:
+        """A hash of all pixels and labels."""
+        found = hashlib.sha256(str(tuple(self.images.pixels.shape)).encode())
+        for each in self.images[:2]:
+            found.update(each.contiguous().numpy().data)
+        return found.hexdigest()
+
+    def rows(self, numbers: Sequence[int]) -> Rows:
+        """The images of these numbers."""
+        N = len(self.images.labels)
+        places = (divmod(number, N) for number in numbers)
+        index = torch.tensor([permuted(i, N, mix(self.seed, epoch)) for epoch, i in places])
+        number = torch.tensor(list(numbers))
+        return Rows(self.images.pixels[index], self.images.labels[index], number, torch.zeros_like(number))
+
+
+def chance(number: Tensor, *stream: int) -> Tensor:
+    """A random number in [0, 1) for each of these numbers (B,): the same on all devices, and others in each stream."""
+    found = number & 0x7FFFFFFF
+    for key in stream:
+        found = found ^ (mix(key) & 0x7FFFFFFF)
+        for shift in (16, 15):  # the finalizer of MurmurHash3, modulo 2^31
+            found = ((found ^ (found >> shift)) * 0x45D9F3B) & 0x7FFFFFFF
+        found = found ^ (found >> 16)
+    return found / 2**31
+
+
+def augmented(pixels: Tensor, label: Tensor, number: Tensor, config: ImagesConfig, mean: Tensor, std: Tensor) -> Any:
+    """Bytes (B, C, H, W) and labels (B,) -> normalised images, changed by chance, and targets (B, classes)."""
+    draw = partial(chance, number, config.seed)
+    x, geometry = pixels / 255, torch.eye(3, device=pixels.device).expand(len(pixels), 3, 3)
+    if config.randaugment:
+        x, geometry = _randaugment(x, geometry, draw, config.randaugment)
+    x = (x - mean[:, None, None]) / std[:, None, None]
+    x = _moved(x, geometry, draw, config)
+    target = F.one_hot(label, config.model.classes).to(x.dtype)
+    x, target = _mixed(x, target, draw, config)
+    if config.erasing:
+        area = torch.where(draw(50) < config.erasing, 0.02 + 0.31 * draw(51), 0.0)
+        x = x.masked_fill(_boxes(x, area, draw(52), draw(53), 0.3 * 11 ** draw(54)), 0.0)
+    return x, target * (1 - config.smoothing) + config.smoothing / config.model.classes
+
+
+def _randaugment(x: Tensor, geometry: Tensor, draw: Callable[..., Tensor], strength: float) -> tuple[Tensor, Tensor]:
+    """Two changes for each image, out of ten: rotate, shear and shift in two directions; brightness, contrast, colour,
+    solarise and posterise (Cubuk et al. 2020, RandAugment, with fewer changes)."""
+    size, pick, sign = [], [], []
+    for turn in (0, 1):
+        pick.append((10 * draw(10 + turn)).long())
+        sign.append(torch.where(draw(20 + turn) < 0.5, -1.0, 1.0))
+        size.append(strength * (0.5 + 0.5 * draw(30 + turn)))
+
+    def amount(change: int, most: float, signed: bool = True) -> Tensor:
+        each = [torch.where(p == change, m * s if signed else m, 0.0) for p, m, s in zip(pick, size, sign, strict=True)]
+        return most * (each[0] + each[1])
+
+    angle, none, one = amount(0, 0.7), torch.zeros_like(draw(0)), torch.ones_like(draw(0))
+    turned = _matrix(angle.cos(), -angle.sin(), none, angle.sin(), angle.cos(), none)
+    sheared = _matrix(one, amount(1, 0.4), amount(3, 0.5), amount(2, 0.4), one, amount(4, 0.5))
+    factor = [1 + amount(change, 0.9)[:, None, None, None] for change in (5, 6, 7)]
+    grey, level = x.mean(1, keepdim=True), x.mean((1, 2, 3), keepdim=True)
+    x = level + factor[1] * (x * factor[0] - level)
+    x = (grey + factor[2] * (x - grey)).clamp(0, 1)
+    x = torch.where(x > 1 - amount(8, 1.0, signed=False)[:, None, None, None], 1 - x, x)
+    levels = torch.where((pick[0] == 9) | (pick[1] == 9), 2 ** (8 - 6 * strength), 256.0)[:, None, None, None]
+    return (x * levels).floor().clamp(max=levels - 1) / (levels - 1), geometry @ turned @ sheared
+
+
+def _matrix(*values: Tensor) -> Tensor:
+    """Six values (B,), the first two rows of matrices (B, 3, 3)."""
+    none, one = torch.zeros_like(values[0]), torch.ones_like(values[0])
+    return torch.stack((*values, none, none, one), -1).view(-1, 3, 3)
+
+
+def _moved(x: Tensor, geometry: Tensor, draw: Callable[..., Tensor], config: ImagesConfig) -> Tensor:
+    """Images that are zoomed, shifted by whole pixels, mirrored and moved by `geometry`, in one step; 0 outside."""
+    (B, _, H, W), none = x.shape, torch.zeros_like(draw(0))
+    zoom = (config.zoom + (1 - config.zoom) * draw(1)).sqrt()
+    # Of a part smaller than the image, one that lies inside it.
+    room = [(1 - zoom) * (2 * draw(stream) - 1) for stream in (2, 3)]
+    shift = [
+        ((2 * draw(stream) - 1) * (int(config.crop * side) + 0.5)).round() * 2 / side + part
+        for stream, side, part in ((4, W, room[0]), (5, H, room[1]))
+    ]
+    mirror = torch.where(draw(6) < 0.5, -1.0, 1.0) if config.flip else torch.ones_like(none)
+    matrix = _matrix(mirror * zoom, none, shift[0], none, zoom, shift[1]) @ geometry
+    grid = F.affine_grid(matrix[:, :2], [B, 1, H, W], align_corners=False)
+    return F.grid_sample(x, grid, align_corners=False)
+
+
+def _mixed(x: Tensor, target: Tensor, draw: Callable[..., Tensor], config: ImagesConfig) -> tuple[Tensor, Tensor]:
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) with the image before in the batch, for some images."""
+    if not config.mixup and not config.cutmix:
+        return x, target
+    which, share = draw(40)[:, None, None, None], draw(41)
+    cut = _boxes(x, share, draw(42), draw(43), torch.ones_like(share)).to(x.dtype)
+    weight = torch.where(which < config.mixup, share[:, None, None, None] / 2, 0.0).expand_as(cut)
+    weight = torch.where((which >= config.mixup) & (which < config.mixup + config.cutmix), cut, weight)
+    mean = weight.mean((1, 2, 3))[:, None]
+    return x + weight * (x.roll(1, 0) - x), target + mean * (target.roll(1, 0) - target)
+
+
+def _boxes(x: Tensor, area: Tensor, down: Tensor, across: Tensor, shape: Tensor) -> Tensor:
+    """(B, 1, H, W) bool: a rectangle of an area, a share of the image's, around a point; `shape` is height / width."""
+    H, W = x.shape[2:]
+    rows, columns = torch.arange(H, device=x.device) + 0.5, torch.arange(W, device=x.device) + 0.5
+    high, wide = ((area * shape).sqrt() * H / 2)[:, None], ((area / shape).sqrt() * W / 2)[:, None]
+    upright = (rows - down[:, None] * H).abs() < high
+    return (upright[:, :, None] & ((columns - across[:, None] * W).abs() < wide)[:, None])[:, None]

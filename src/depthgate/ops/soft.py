@@ -1,0 +1,95 @@
+"""Soft MoE's weights and means from one matrix of exponentials (Puigcerver et al. 2023, section 2).
+
+Logits are cosines times a scale of at most `MOST`, so exp(logit - scale) neither overflows nor vanishes in fp32, and
+one such matrix serves the softmax over tokens as well as that over slots: a mean divides by the sum of its weights
+after the product, and neither matrix of probabilities is ever made, nor kept for the backward pass.
+
+Twins: `reference.soft_exponentials` and `reference.weighted_means`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MOST = 40.0
+_TINY = 1e-12  # added to squared lengths: a token of zeros stays one, with a finite gradient
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products: bfloat16 where x has it or CUDA's autocast asks for it, else float32 or better. Halves
+    are too narrow for the exponentials."""
+    cast = x.is_cuda and torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.bfloat16
+    if x.dtype is torch.bfloat16 or (cast and x.dtype is not torch.float64):
+        return torch.bfloat16
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def soft_exponentials(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
+    """x (B, T, D), slots (D, S) of length `bound` (1,), valid (B, T) -> exp(|x|^-1 x slots - bound) (B, T, S) in the
+    dtype of x, 0 at padding. The bound takes no part in the gradient, since it cancels in every mean."""
+    return _Exponentials.apply(x, slots, bound, valid)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
+    """weights (B, M, K) of at least 0, x (B, K, D) -> (B, M, D): means of x, 0 where all weights are."""
+    return _Means.apply(weights, x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _product(x: Tensor, slots: Tensor) -> Tensor:
+    """x (B, T, D), slots (D, S) -> (B, T, S), in float32 or better."""
+    if x.dtype is not torch.bfloat16:
+        return x @ slots
+    if x.is_cuda:
+        return torch.mm(x.flatten(0, 1), slots, out_dtype=torch.float32).view(*x.shape[:2], -1)
+    return x.float() @ slots.float()
+
+
+def _inverse_length(x: Tensor) -> Tensor:
+    """x (B, T, D) -> (B, T, 1) in float32 or better."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).square() + _TINY)
+
+
+class _Exponentials(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
+        weights = torch.exp(_product(x, slots) * _inverse_length(x) - bound)
+        if valid is not None:
+            weights = torch.where(valid[..., None], weights, 0.0)
+        weights = weights.to(x.dtype)
+        ctx.save_for_backward(x, slots, weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, slots, weights = ctx.saved_tensors
+        inverse = _inverse_length(x)
+        grad = (grads[0] * weights * inverse).to(x.dtype)  # of the products
+        towards = grad @ slots.mT
+        along = (towards * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
+        grad_slots = x.flatten(0, 1).mT @ grad.flatten(0, 1)
+        return towards - (along * x).to(x.dtype), grad_slots, None, None
+
+
+class _Means(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weights, x)
+        return (torch.bmm(weights, x) / _sums(weights)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        weights, x = ctx.saved_tensors
+        sums = _sums(weights)
+        scaled = (grads[0] / sums).to(x.dtype)
+        each = torch.bmm(scaled, x.mT)
+        # A mean moves towards what gets more weight, by the difference of the two.
+        mean = (weights * each).sum(-1, keepdim=True, dtype=sums.dtype) / sums
+        return each - mean.to(x.dtype), torch.bmm(weights.mT, scaled)
+
+
+def _sums(weights: Tensor) -> Tensor:
+    """(B, M, K) -> (B, M, 1), in float32 or better and never 0."""
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    return weights.sum(-1, keepdim=True, dtype=wide).clamp(min=torch.finfo(wide).tiny)

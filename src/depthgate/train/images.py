@@ -1,0 +1,163 @@
+"""Training and evaluation of vision transformers, in the one loop of all runs."""
+
+import math
+import sys
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgate.data.batches import Rows
+from depthgate.data.images import Images, Shuffled, augmented, chance, open_images
+from depthgate.device import ALONE, World, resolve_device
+from depthgate.errors import DepthgateError
+from depthgate.flops import training_flops
+from depthgate.layers import MoD
+from depthgate.routing import Groups, Plans, depth_plans, load_balance, routed_share, z_loss
+from depthgate.train import optim, run_folder
+from depthgate.train.loop import Loop
+from depthgate.train.parallel import joined, spread
+from depthgate.train.step import precision
+from depthgate.vision import ImagesConfig
+from depthgate.vit import ViT
+
+_GLANCE = 1024  # held-out images that a run looks at
+_BINS = 15  # of confidence, for the calibration error
+
+
+def train(config: ImagesConfig, resume: bool) -> int:
+    """Train a vision transformer, or go on; the exit code: 0 when done or asked to stop, 130 when interrupted."""
+    with joined(resolve_device(config.device)) as world, ExitStack() as stack:
+        config, images, held_out = fitted(config)  # before anything is written
+        if world.first:
+            stack.enter_context(run_folder.opened(config, resume))
+            many = f"{len(images.labels):,} to train on, {len(held_out.labels):,} held out"
+            print(f"{config.data}: {many}, {len(images.names)} classes", file=sys.stderr)
+        world.wait()
+        task = Classification(config, images, world)
+        weights, graph = dict(task.model.named_parameters()), world.device if _capturable(config, world) else ""
+        optimizers = [optim.adamw(weights, config, _decays, graph)]
+        shuffled = Shuffled(images, config.model.context, config.seed)
+        loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
+        seen = Images(held_out.pixels[:_GLANCE], held_out.labels[:_GLANCE], images.names)
+        loop.look = lambda: glance(task.model, seen, config, world.device)
+        loop.look_every = max(-(-config.steps // 10), 32 * len(seen.labels) // config.batch)
+        return loop.run(resume)
+
+
+def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
+    """The configuration that fits its images, those to train on, and those held out."""
+    asked = None if config.model.image is None else config.model.size
+    train, held_out = open_images(config.data, asked, config.corrupt)
+    _, channels, *size = train.pixels.shape
+    config = config.with_data((size[0], size[1]), channels, len(train.names))
+    if config.epochs is not None:
+        steps = max(1, math.ceil(config.epochs * len(train.labels) / config.batch))
+        config = replace(config, steps=steps, epochs=None)
+    return config, train, held_out
+
+
+def _decays(name: str, weight: Tensor) -> bool:
+    return weight.ndim >= 2 and not name.endswith("bias") and name not in ("position", "prefix")
+
+
+def _capturable(config: ImagesConfig, world: World) -> bool:
+    """True if a step can be a CUDA graph: products of experts that tokens choose wait for the device in fp32."""
+    fast = config.dtype == "bfloat16" or "moe" not in config.model.kinds
+    return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and fast
+
+
+class Classification:
+    """The task of a vision transformer that learns the classes of images."""
+
+    falling_steps = 0
+
+    def __init__(self, config: ImagesConfig, images: Images, world: World = ALONE) -> None:
+        self.config, self.goal, self.capacity = config, config.model.capacity, config.model.capacity
+        torch.manual_seed(config.seed)
+        model = ViT(config.model)
+        wide = images.pixels[: 2**14].float() / 255
+        model.pixel_mean.copy_(wide.mean((0, 2, 3)))
+        model.pixel_std.copy_(wide.std((0, 2, 3)).clamp(min=1e-3))
+        self.model = spread(model.to(world.device), config.compile, world)
+        compiled = config.compile and world.size == 1
+        self._forward = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self._augmented = torch.compile(augmented, dynamic=False) if compiled else augmented
+
+    def set_capacity(self, capacity: float) -> None:
+        self.capacity = capacity
+        for module in self.model.layers.modules():
+            if isinstance(module, MoD):
+                module.router.capacity = capacity
+
+    def loss(self, rows: Rows) -> tuple[Tensor, Tensor | float, list[Tensor], Plans]:
+        config, (mean, std) = self.config, (self.model.pixel_mean, self.model.pixel_std)
+        with torch.no_grad(), torch.autocast(rows.tokens.device.type, enabled=False):
+            x, target = self._augmented(rows.tokens, rows.targets, rows.pos, config, mean, std)
+            survive = surviving(rows.pos, config)
+        logits, plans = self._forward(x, survive=survive)
+        of_routers: Tensor | float = 0.0
+        for plan in plans:
+            if isinstance(plan, Groups):
+                of_routers = of_routers + config.z_loss * z_loss(plan) + config.balance_loss * load_balance(plan)
+        shares = [routed_share(plan) for plan in depth_plans(plans)]
+        loss = torch.nn.functional.cross_entropy(logits.float(), target)
+        return loss, of_routers, shares, ()
+
+    def flops_per_token(self, capacity: float) -> float:
+        return training_flops(replace(self.config.model, capacity=capacity))
+
+    def held(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+
+def surviving(number: Tensor, config: ImagesConfig) -> Tensor | None:
+    """Factors of the updates of each layer (layers, B): 0 for images that skip it, else what keeps the mean."""
+    if not config.drop_path:
+        return None
+    last = max(1, config.model.layers - 1)
+    drop = [config.drop_path * layer / last for layer in range(config.model.layers)]
+    kept = [(chance(number, config.seed, 100 + i) >= share) / (1 - share) for i, share in enumerate(drop)]
+    return torch.stack(kept)
+
+
+def glance(model: ViT, images: Images, config: ImagesConfig, device: str) -> dict[str, Any]:
+    """Figures of some held-out images, for the page of a run."""
+    with torch.compiler.set_stance("force_eager"), precision(config, device), suppress(DepthgateError):
+        found = measure(model, images, config.batch, device)
+        more = {"causal_share": found["routed_share"], "agreement": []}
+        return {"held_out_loss": found["loss"], "held_out_accuracy": found["accuracy"], **more}
+    return {}
+
+
+@torch.no_grad()
+def measure(model: ViT, images: Images, batch: int, device: str | torch.device) -> dict[str, Any]:
+    """Accuracy, loss in nats and calibration error of a model: how far confidence is from accuracy, the mean over bins
+    of equal width, weighted by their images."""
+    right, sure, losses, shares = [], [], [], list[list[Tensor]]()
+    for pixels, label in zip(*(torch.split(each, batch) for each in images[:2]), strict=True):
+        logits, plans = model(pixels.to(device))
+        chances = logits.float().log_softmax(-1).cpu()
+        best = chances.max(-1)
+        right.append(best.indices == label)
+        sure.append(best.values.exp())
+        losses.append(-chances.gather(1, label[:, None])[:, 0])
+        shares.append([routed_share(plan) * len(label) for plan in depth_plans(plans)])
+    hit, confidence, loss = (torch.cat(each).double() for each in (right, sure, losses))
+    if not torch.isfinite(loss).all():
+        raise DepthgateError("the model gives losses that are not finite: its weights are damaged")
+    place = (confidence * _BINS).long().clamp(max=_BINS - 1)
+    gap = torch.zeros(_BINS, dtype=torch.float64).index_add(0, place, confidence - hit)
+    counts = images.labels.bincount(minlength=len(images.names))
+    hits = torch.zeros(len(images.names), dtype=torch.float64).index_add(0, images.labels, hit)
+    return {
+        "images": len(hit),
+        "accuracy": float(hit.mean()),
+        "loss": float(loss.mean()),
+        "calibration_error": float(gap.abs().sum() / len(hit)),
+        "confidence": float(confidence.mean()),
+        "accuracy_by_class": dict(zip(images.names, (hits / counts.clamp(min=1)).tolist(), strict=True)),
+        "routed_share": [float(sum(layer)) / len(hit) for layer in zip(*shares, strict=True)],
+    }

@@ -1,0 +1,207 @@
+"""Options of vision transformers and of their training on images, and their presets. Imports no torch."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from depthgate.config import GATE_NAMES, RunConfig
+from depthgate.errors import (
+    InvalidValueError,
+    check_capacity,
+    check_choice,
+    check_count,
+    check_divides,
+    check_number,
+    near,
+)
+from depthgate.options import Options, choice, count, number, option
+
+KINDS = ("dense", "soft_moe", "moe", "mod")
+LEARNT = ("learnt", "uniform")
+
+
+def check_side(given: Any, name: str) -> tuple[int, int]:
+    """Height and width in pixels: a number, or a text such as 32x48."""
+    sides = str(given).split("x")
+    if isinstance(given, bool) or len(sides) > 2 or not all(side.isdecimal() for side in sides):
+        raise InvalidValueError(f"{name} is {given!r}: it must be pixels of a side, or HEIGHTxWIDTH, such as 32x48")
+    high, wide = (check_count(int(side), name, maximum=2**14) for side in (sides[0], sides[-1]))
+    return high, wide
+
+
+def _check_kinds(pattern: Any, name: str) -> None:
+    if not isinstance(pattern, str):
+        raise InvalidValueError(f"{name} is {pattern!r}: it must be kinds of layers, such as dense,soft_moe")
+    for kind in pattern.split(","):
+        check_choice(kind, name, KINDS)
+
+
+@dataclass(frozen=True)
+class ViTConfig(Options):
+    """A vision transformer."""
+
+    image: str | int | None = option(
+        None, "pixels of a side of an image, or HEIGHTxWIDTH; those of the data unless given, or 32", check_side
+    )
+    patch: str | int = option(4, "pixels of a side of a patch, or HEIGHTxWIDTH", check_side)
+    channels: int = count(3, "colours of a pixel", maximum=2**10)
+    classes: int = count(10, "how many classes there are", maximum=2**20)
+    dim: int = count(192, "model width", maximum=2**16)
+    layers: int = count(6, "number of layers", maximum=2**12)
+    heads: int = count(3, "heads of attention", maximum=2**12)
+    hidden: int | None = count(None, "width of the feed-forward; four times dim unless given", maximum=2**20)
+    pattern: str = option(
+        "soft_moe",
+        "kinds of layers, separated by commas and repeated from layer `start` on: dense, soft_moe (experts that see "
+        "means of tokens), moe (experts chosen by tokens), mod (Mixture-of-Depths)",
+        _check_kinds,
+    )
+    start: int | None = count(
+        None, "the first layer of the pattern, those before are dense; half of them, or 0 if dense is in it", 0, 2**12
+    )
+    experts: int = count(32, "experts of a soft_moe or moe layer", maximum=2**14)
+    slots: int = count(1, "slots of each expert of a soft_moe layer", maximum=2**14)
+    top_k: int = count(2, "experts each token of a moe layer uses", maximum=2**14)
+    expert_hidden: int | None = count(
+        None, "width of each expert; unless given that of the feed-forward, over top_k in moe layers", maximum=2**20
+    )
+    slot_scale: float = number(8.0, "(0, 40]", "scale of the logits of soft_moe layers at first")
+    dispatch: str = choice("learnt", LEARNT, "weights of tokens in slots; uniform: all alike, as a control")
+    combine: str = choice("learnt", LEARNT, "weights of slots in tokens; uniform: all alike, as a control")
+    capacity: float = option(0.5, "share of the tokens that go through a mod layer", check_capacity)
+    gate: str = choice("one_plus_tanh", GATE_NAMES, "what a row of a mod layer is multiplied by")
+    pooling: str = choice("mean", ("mean", "class"), "what the head reads: the mean of all patches, or a class token")
+    registers: int = count(0, "further tokens that belong to no patch", minimum=0, maximum=2**10)
+    norm_eps: float = number(1e-6, "(0, inf)", "what norms add to the variance")
+
+    def check_together(self) -> None:
+        if self.image is not None:
+            self.patches_of(*self.size)
+        check_divides(self.heads, self.dim, "heads", "dim")
+        check_count(self.top_k, "top_k", maximum=self.experts)
+        check_count(self.start or 0, "start", minimum=0, maximum=self.layers)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        return check_side(self.image or 32, "image")
+
+    @property
+    def patch_size(self) -> tuple[int, int]:
+        return check_side(self.patch, "patch")
+
+    def patches_of(self, *size: int) -> tuple[int, int]:
+        """Rows and columns of the patches of an image of this height and width."""
+        each = zip(self.patch_size, size, ("height", "width"), strict=True)
+        rows, columns = (check_divides(p, s, f"the {n} of a patch,", f"the {n} of an image,") for p, s, n in each)
+        return rows, columns
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.patches_of(*self.size)
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the patches: class and registers."""
+        return self.registers + (self.pooling == "class")
+
+    @property
+    def context(self) -> int:
+        """Tokens of an image."""
+        return self.prefix + self.grid[0] * self.grid[1]
+
+    @property
+    def mlp_hidden(self) -> int:
+        return self.hidden or 4 * self.dim
+
+    def hidden_of_experts(self, kind: str) -> int:
+        """Width of an expert in a layer of this kind."""
+        used = self.top_k if kind == "moe" else 1
+        return self.expert_hidden or max(8, round(self.mlp_hidden / used / 8) * 8)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        cycle = self.pattern.split(",")
+        start = self.start if self.start is not None else 0 if "dense" in cycle else self.layers // 2
+        return tuple("dense" if i < start else cycle[(i - start) % len(cycle)] for i in range(self.layers))
+
+    @property
+    def routed(self) -> tuple[int, ...]:
+        """The layers, counted from 0, that only some tokens go through."""
+        return tuple(i for i, kind in enumerate(self.kinds) if kind == "mod")
+
+
+def _share(default: float, about: str) -> Any:
+    return option(default, about, lambda value, name: check_number(value, name, "[0, 1]"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig(RunConfig):
+    """Train a vision transformer on images."""
+
+    task: str = choice("images", ("images",), "images: what this is")
+    data: str = option(
+        "", "an .npz file of images and labels, or a folder with a folder of images for each class, in train and test"
+    )
+    out: str = "runs/images"
+    preset: str = option("vit-tiny-soft", "where all other options start from (see depthgate presets)")
+    model: ViTConfig = field(default_factory=ViTConfig)
+    corrupt: str = choice("refuse", ("refuse", "skip"), "what is done about files that are not images")
+    epochs: float | None = number(None, "(0, inf)", "passes over the training images, instead of steps")
+    batch: int = count(128, "images in a step")
+    lr: float = number(1e-3, "(0, inf)")
+    weight_decay: float = number(0.05, "[0, 1)")
+    cuda_graph: bool = option(True, "on cuda, record a step once and replay it as a CUDA graph, where it can be one")
+    balance_loss: float = number(0.01, "[0, 1)", "weight of the loss that spreads tokens over experts of moe layers")
+    z_loss: float = number(1e-4, "[0, 1)", "weight of the loss that keeps the logits of experts small")
+    smoothing: float = number(0.1, "[0, 1)", "share of a label that is spread over all classes")
+    drop_path: float = number(0.0, "[0, 1)", "chance that an image skips the last layer; of earlier layers, less")
+    crop: float = number(0.125, "[0, 1)", "share of a side by which images are shifted at most")
+    zoom: float = number(1.0, "(0, 1]", "smallest share of an image's area that is cut out and enlarged; 1: all of it")
+    flip: bool = option(True, "mirror half of the images")
+    randaugment: float = _share(0.0, "strength of two random changes of geometry or colour to each image; 0: none")
+    mixup: float = _share(0.0, "share of the images that are mixed with another, and their labels too")
+    cutmix: float = _share(0.0, "share of the images that get a rectangle of another, and as much of its label")
+    erasing: float = _share(0.0, "share of the images of which a rectangle is erased")
+
+    def check_together(self) -> None:
+        super().check_together()
+        check_number(self.mixup + self.cutmix, "mixup + cutmix", "[0, 1]")
+
+    def with_data(self, size: tuple[int, int], channels: int, classes: int) -> "ImagesConfig":
+        """The configuration for these images; a model that was asked for and does not fit them is refused."""
+        for name, found in (("channels", channels), ("classes", classes)):
+            if getattr(self.model, name) not in (getattr(ViTConfig, name), found):
+                what = f"model.{name} is {getattr(self.model, name)}, but the images have {found}"
+                raise InvalidValueError(f"{what}: leave it out")
+        image = "x".join(map(str, size)) if self.model.image is None else self.model.image
+        return replace(self, model=replace(self.model, image=image, channels=channels, classes=classes))
+
+
+# One recipe for all kinds of models.
+AUGMENTED: dict[str, Any] = {"randaugment": 0.5, "mixup": 0.4, "cutmix": 0.4, "erasing": 0.25, "drop_path": 0.1}
+_TINY = {"model.dim": 96, "model.layers": 4, "model.experts": 16, "batch": 64, "warmup": 50, "lowest_lr": 0.0}
+_GPU = {**AUGMENTED, "dtype": "bfloat16", "compile": True, "lowest_lr": 0.0}
+_CIFAR = {**_GPU, "model.layers": 9, "model.hidden": 384, "batch": 256, "warmup": 500}
+_S16 = {**_GPU, "model.image": 224, "model.patch": 16, "model.dim": 384, "model.layers": 12, "model.heads": 6}
+_S16 |= {"model.experts": 128, "zoom": 0.3, "crop": 0.0, "batch": 1024, "warmup": 5000}
+_SIZES = {"tiny": _TINY, "cifar": _CIFAR, "s16": _S16, "b16": {**_S16, "model.dim": 768, "model.heads": 12}}
+_PATTERNS = {"dense": "dense", "soft": "soft_moe", "moe": "moe", "mod": "dense,mod"}
+IMAGE_PRESETS: dict[str, dict[str, Any]] = {
+    f"vit-{size}-{kind}": {**_SIZES[size], "model.pattern": _PATTERNS[kind]} for size in _SIZES for kind in _PATTERNS
+}
+
+
+def image_preset(name: str) -> dict[str, Any]:
+    """The options of a preset; an unknown name is refused with the nearest known one."""
+    if name not in IMAGE_PRESETS:
+        remedy = near(name, IMAGE_PRESETS, 0.0)
+        raise InvalidValueError(f"preset is {name!r}{remedy} `depthgate presets` lists those of --task images")
+    return dict(IMAGE_PRESETS[name])
+
+
+def images_config(name: str, **more: Any) -> ImagesConfig:
+    """The configuration that `depthgate train --task images --preset NAME` runs."""
+    values = image_preset(name)
+    model = {key.removeprefix("model."): values.pop(key) for key in list(values) if key.startswith("model.")}
+    return ImagesConfig(preset=name, model=ViTConfig(**model), **{**values, **more})

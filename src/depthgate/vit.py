@@ -1,0 +1,228 @@
+"""The vision transformer: patches, a pattern of layers, the residual loop, the head; and pretrained ones as a start."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from depthgate.errors import InvalidValueError
+from depthgate.layers import MLP, MoD, MoE, SoftMoE
+from depthgate.model import Output, generator_of
+from depthgate.ops.rows import plain_positions
+from depthgate.routing import Plans, TopTokens
+from depthgate.vision import ViTConfig, images_config
+
+
+class Attention(nn.Module):
+    """Multi-head attention of all tokens to all real ones, with biases and without rotary positions."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x (B, T, D); mask (B, T), True at real tokens."""
+        B, T, D = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).permute(2, 0, 3, 1, 4)
+        # A row of padding alone looks at itself: its result is thrown away, and looking at nothing would be 0/0.
+        seen = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
+        return self.out(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).reshape(B, T, D))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """The pre-norm block as an Update: a + ffn(norm(x + a)), a = attention(norm(x)); norms have a mean."""
+
+    def __init__(self, dim: int, heads: int, ffn: nn.Module, norm_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(dim, norm_eps)
+        self.attention = Attention(dim, heads)
+        self.ffn_norm = nn.LayerNorm(dim, norm_eps)
+        self.ffn = ffn
+
+    def forward(self, x: Tensor, pos: Tensor | None = None, plain: bool = False, **_: Any) -> tuple[Tensor, Plans]:
+        mask = None if plain or pos is None else pos >= 0
+        attended = self.attention(self.attention_norm(x), mask)
+        fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, plain=plain)
+        return attended + fed, plans
+
+    def add_to(self, x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
+        """x plus the update, and the plans."""
+        update, plans = self(x, **call)
+        return x + update, plans
+
+
+def build_layer(config: ViTConfig, kind: str) -> nn.Module:
+    """One layer of a kind, as an Update."""
+    dim, hidden = config.dim, config.hidden_of_experts(kind)
+    ffn: nn.Module
+    if kind == "soft_moe":
+        how: Any = {"scale": config.slot_scale, "dispatch": config.dispatch, "combine": config.combine}
+        ffn = SoftMoE(dim, config.experts, config.slots, hidden=hidden, **how)
+    elif kind == "moe":
+        ffn = MoE(dim, config.experts, config.top_k, hidden=hidden, activation="gelu", bias=True)
+    else:
+        ffn = MLP(dim, config.mlp_hidden)
+    block = Block(dim, config.heads, ffn, config.norm_eps)
+    return MoD(block, TopTokens(dim, config.capacity, gate=config.gate, normed=True)) if kind == "mod" else block
+
+
+class ViT(nn.Module):
+    """Patches, `layers` of the configured kinds, and a head on a class token or on the mean of all patches."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        if not isinstance(config, ViTConfig):
+            raise InvalidValueError(f"config is {config!r}: it must be a ViTConfig, or use ViT.from_preset(name)")
+        self.config = config
+        self.names = [str(number) for number in range(config.classes)]  # of the classes
+        seed = int(torch.randint(2**62, (), device="cpu"))  # before the layers draw anything
+        (high, wide), (rows, columns) = config.patch_size, config.grid
+        self.patch = nn.Linear(config.channels * high * wide, config.dim)
+        self.position = nn.Parameter(torch.empty(rows * columns, config.dim))
+        self.prefix = nn.Parameter(torch.empty(config.prefix, config.dim)) if config.prefix else None
+        self.layers = nn.ModuleList(build_layer(config, kind) for kind in config.kinds)
+        self.norm = nn.LayerNorm(config.dim, config.norm_eps)
+        self.head = nn.Linear(config.dim, config.classes)
+        # What bytes are normalised by: those of the data.
+        self.register_buffer("pixel_mean", torch.full((config.channels,), 0.5))
+        self.register_buffer("pixel_std", torch.full((config.channels,), 0.5))
+        self.reset_parameters(seed)
+
+    @classmethod
+    def from_preset(cls, name: str, **changes: Any) -> Self:
+        """A new model of a preset's shape, such as "vit-b16-soft", with other values of ViTConfig if given."""
+        return cls(replace(images_config(name).model, **changes))
+
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Normal weights of the variance of nn.Linear's; those that write into the residual smaller; a head of zeros. A
+        weight's values depend on the seed, its name and its shape alone: models that differ elsewhere start alike."""
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        for name, weight in self.named_parameters():
+            if weight.is_meta:
+                continue
+            if name.endswith("bias"):
+                nn.init.zeros_(weight)
+            elif weight.ndim >= 2:
+                inputs = weight.shape[1] if weight.ndim == 3 or name.endswith("weight") else 1 / 0.0012
+                writes = name.endswith(("out.weight", "down.weight", "down"))
+                std = (3 * inputs) ** -0.5 / ((2 * len(self.layers)) ** 0.5 if writes else 1.0)
+                nn.init.normal_(weight, std=std, generator=generator_of(seed, name, weight.device))
+        nn.init.zeros_(self.head.weight)
+
+    def forward(
+        self, images: Tensor | Sequence[Tensor], mask: Tensor | None = None, survive: Tensor | None = None
+    ) -> Output:
+        """images (B, channels, height, width), bytes or normalised already; or a list of (channels, height, width), of
+        different sizes. mask (B, height, width), True at real pixels: those of a rectangle at the top left.
+        survive (layers, B): what each image's updates are multiplied by, for training with drop path.
+        Returns logits (B, classes), and the plans of all routed layers."""
+        x, plans = self.features(images, mask, survive)
+        return Output(self.head(x), plans)
+
+    def features(
+        self, images: Tensor | Sequence[Tensor], mask: Tensor | None = None, survive: Tensor | None = None
+    ) -> tuple[Tensor, Plans]:
+        """The input of the head (B, D), and the plans."""
+        x, real = self.embed(images, mask)
+        plans: Plans = ()
+        start = self.config.prefix
+        pos = None if real is None else torch.where(real, plain_positions(x), -1)
+        keep = plain_positions(x) < start if start else None
+        for number, layer in enumerate(self.layers):
+            call: dict[str, Any] = {"pos": pos, "plain": real is None}
+            if isinstance(layer, MoD):
+                call["keep"] = keep
+            if survive is None:
+                x, more = layer.add_to(x, **call)  # type: ignore[operator]
+            else:
+                update, more = layer(x, **call)
+                x = x + update * survive[number, :, None, None].to(update.dtype)
+            plans += more
+        if self.config.pooling == "class":
+            return self.norm(x[:, 0]), plans
+        if real is None:
+            return self.norm(x[:, start:].mean(1)), plans
+        there = real[:, start:, None]
+        total = torch.where(there, x[:, start:], 0.0).sum(1)
+        return self.norm(total / there.sum(1).clamp(min=1)), plans
+
+    def embed(self, images: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The tokens of images (B, T, D), and which of them are real (B, T); None: all are."""
+        if not isinstance(images, Tensor):
+            images, mask = self._padded(images)
+        pixels = self.normalised(images)
+        (high, wide), (B, C, *size) = self.config.patch_size, pixels.shape
+        rows, columns = self.config.patches_of(*size)
+        cut = pixels.view(B, C, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
+        real = None if mask is None else self._real(mask, images)
+        if real is not None:
+            cut = torch.where(real[:, :, :, None, None, None], cut, 0.0)
+        x = self.patch(cut.reshape(B, rows * columns, C * high * wide))
+        x = x + (self._positions(rows, columns) if real is None else self._positions_within(real))
+        if self.prefix is not None:
+            x = torch.cat((self.prefix.to(x.dtype).expand(B, -1, -1), x), 1)
+        return x, None if real is None else F.pad(real.flatten(1), (self.config.prefix, 0), value=True)
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Images as the model reads them: bytes are normalised, other values are taken as they are."""
+        channels = self.config.channels
+        if images.ndim != 4 or images.shape[1] != channels:
+            shape = f"(batch, {channels}, height, width)"
+            raise InvalidValueError(f"images has shape {tuple(images.shape)}: it must be {shape}")
+        if images.dtype is torch.uint8:
+            return (images / 255 - self.pixel_mean[:, None, None]) / self.pixel_std[:, None, None]
+        if not images.is_floating_point():
+            raise InvalidValueError(f"images has dtype {images.dtype}: it must be uint8, or a floating dtype")
+        return images.to(self.patch.weight.dtype)
+
+    def _padded(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Images of different sizes (channels, height, width) as one tensor, and the mask of their pixels."""
+        if not len(images) or not all(isinstance(each, Tensor) and each.ndim == 3 for each in images):
+            raise InvalidValueError("images is not a tensor: it must be a list of tensors (channels, height, width)")
+        if len({each.shape for each in images}) == 1:
+            return torch.stack(list(images)), None
+        H, W = (max(each.shape[side] for each in images) for side in (1, 2))
+        room = [(0, W - each.shape[2], 0, H - each.shape[1]) for each in images]
+        mask = [F.pad(torch.ones_like(e[0], dtype=torch.bool), pad) for e, pad in zip(images, room, strict=True)]
+        return torch.stack([F.pad(e, pad) for e, pad in zip(images, room, strict=True)]), torch.stack(mask)
+
+    def _real(self, mask: Tensor, images: Tensor) -> Tensor:
+        """mask (B, H, W) -> (B, rows, columns), True at patches of the image."""
+        B, _, H, W = images.shape
+        if mask.shape != (B, H, W) or mask.dtype is not torch.bool:
+            raise InvalidValueError(f"mask is {mask.dtype} {tuple(mask.shape)}: it must be bool {(B, H, W)}")
+        high, wide = self.config.patch_size
+        parts = mask.view(B, H // high, high, W // wide, wide)
+        real = parts.any(4).any(2)
+        tall, broad = (side.cummin(1).values for side in (real.any(2), real.any(1)))
+        whole = tall[:, :, None] & broad[:, None]
+        if not torch.equal(parts.all(4).all(2), whole) or not torch.equal(real, whole):
+            raise InvalidValueError("mask is not a rectangle of whole patches at the top left: pad right and below")
+        return real
+
+    def _positions(self, rows: int, columns: int) -> Tensor:
+        """The embedding of a grid's positions (rows * columns, D): as learnt, or stretched to another grid."""
+        if (rows, columns) == self.config.grid:
+            return self.position
+        learnt = self.position.view(1, *self.config.grid, -1).permute(0, 3, 1, 2)
+        found = F.interpolate(learnt, (rows, columns), mode="bicubic", antialias=True)
+        return found.flatten(2)[0].mT
+
+    def _positions_within(self, real: Tensor) -> Tensor:
+        """The same for images of different sizes, each with the positions that it has alone: (B, rows * columns, D)."""
+        B, rows, columns = real.shape
+        room = self.position.new_zeros(B, rows, columns, self.position.shape[1])
+        sizes = list(zip(real.any(2).sum(1).tolist(), real.any(1).sum(1).tolist(), strict=True))
+        for high, wide in {size for size in sizes if all(size)}:
+            mine = torch.tensor([size == (high, wide) for size in sizes], device=real.device)
+            part = self._positions(high, wide).view(high, wide, -1)
+            room = torch.where(mine[:, None, None, None], F.pad(part, (0, 0, 0, columns - wide, 0, rows - high)), room)
+        return room.flatten(1, 2)

@@ -1,0 +1,221 @@
+"""Images from .npz files and folders, changes by chance, and data that is refused."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from depthgate.data.images import Shuffled, augmented, chance, open_images
+from depthgate.errors import DepthgateError, DepthgateWarning
+from depthgate.vision import ImagesConfig, ViTConfig
+
+RANDOM = np.random.default_rng(0)
+PIXELS, LABELS = RANDOM.integers(0, 256, (24, 6, 4, 3), np.uint8), np.arange(24) % 3
+
+
+def saved(path, **arrays):
+    np.savez(path / "images.npz", **arrays)
+    return str(path / "images.npz")
+
+
+def files(images):
+    """PNG files, one after another, and where each begins."""
+    parts = []
+    for image in images:
+        Image.fromarray(image).save(file := io.BytesIO(), "png")
+        parts.append(file.getvalue())
+    return np.frombuffer(b"".join(parts), np.uint8), np.cumsum([0, *map(len, parts)])
+
+
+def packed(images, labels, split):
+    stored, offsets = files(images)
+    return {f"{split}_jpeg": stored, f"{split}_offset": offsets, f"{split}_label": labels.astype(np.uint8)}
+
+
+LAYOUTS = {
+    "keras": lambda: {"x_train": PIXELS[:18], "y_train": LABELS[:18], "x_test": PIXELS[18:], "y_test": LABELS[18:]},
+    "medmnist": lambda: {
+        **{"train_images": PIXELS[:18], "train_labels": LABELS[:18, None]},
+        **{"test_images": PIXELS[18:], "test_labels": LABELS[18:, None], "classes": np.array(["a", "b", "c"])},
+    },
+    "channels first": lambda: {
+        **{"train": PIXELS[:18].transpose(0, 3, 1, 2), "train_y": LABELS[:18]},
+        **{"test": PIXELS[18:].transpose(0, 3, 1, 2), "test_y": LABELS[18:]},
+    },
+    "packed": lambda: packed(PIXELS[:18], LABELS[:18], "train") | packed(PIXELS[18:], LABELS[18:], "test"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_layouts_of_npz_files(tmp_path, layout):
+    train, held_out = open_images(saved(tmp_path, **layout()))
+    assert torch.equal(train.pixels, torch.from_numpy(PIXELS[:18]).permute(0, 3, 1, 2))
+    assert torch.equal(held_out.pixels, torch.from_numpy(PIXELS[18:]).permute(0, 3, 1, 2))
+    assert train.labels.tolist() + held_out.labels.tolist() == LABELS.tolist()
+    assert train.names == (["a", "b", "c"] if "classes" in layout() else ["0", "1", "2"])
+
+
+def test_grey_images_without_a_split_are_split_and_resized(tmp_path):
+    train, held_out = open_images(saved(tmp_path, x=PIXELS[..., 0], y=LABELS), size=(3, 2))
+    assert train.pixels.shape[1:] == (1, 3, 2)
+    assert len(train.labels) + len(held_out.labels) == 24
+    assert 0 < len(held_out.labels) < 12
+    assert (open_images(saved(tmp_path, x=PIXELS[..., 0], y=LABELS))[0].labels == train.labels).all()
+
+
+def folder(path, splits=("train", "test"), many=2):
+    for split in splits:
+        for name, image in zip(("cat", "dog") * many, PIXELS, strict=False):
+            home = path / split / name
+            home.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image).save(home / f"{len(list(home.iterdir()))}.png")
+    return path
+
+
+def test_folders_of_classes(tmp_path):
+    train, held_out = open_images(str(folder(tmp_path)), size=(6, 4))
+    assert train.names == ["cat", "dog"]
+    assert train.labels.tolist() == held_out.labels.tolist() == [0, 0, 1, 1]
+    assert torch.equal(train.pixels, torch.from_numpy(PIXELS[[0, 2, 1, 3]]).permute(0, 3, 1, 2))
+    assert open_images(str(tmp_path), size=(4, 4))[0].pixels.shape == (4, 3, 4, 4)
+    train, held_out = open_images(str(folder(tmp_path / "whole", ["."], 12)), size=(6, 4))
+    assert len(train.labels) + len(held_out.labels) == 24  # some are held out
+
+
+def test_corrupt_images_are_named_and_skipped_if_asked(tmp_path):
+    folder(tmp_path)
+    bad = tmp_path / "train" / "cat" / "bad.png"
+    bad.write_bytes((tmp_path / "train/cat/0.png").read_bytes()[:40])
+    with pytest.raises(DepthgateError, match=r"cat/bad\.png is not an image .*--corrupt skip"):
+        open_images(str(tmp_path), size=(6, 4))
+    with pytest.warns(DepthgateWarning, match=r"bad\.png .*left out"):
+        assert open_images(str(tmp_path), size=(6, 4), corrupt="skip")[0].labels.tolist() == [0, 0, 1, 1]
+    arrays = packed(PIXELS[:18], LABELS[:18], "train") | packed(PIXELS[18:], LABELS[18:], "test")
+    arrays["train_jpeg"] = arrays["train_jpeg"].copy()
+    arrays["train_jpeg"][:20] = 0
+    with pytest.raises(DepthgateError, match="image 0, is not an image"):
+        open_images(saved(tmp_path, **arrays))
+    with pytest.warns(DepthgateWarning, match="left out"):
+        assert len(open_images(saved(tmp_path, **arrays), corrupt="skip")[0].labels) == 17
+
+
+X = {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS, "y_test": LABELS}
+REFUSED = {
+    "a label below 0": (X | {"y_train": LABELS - 1}, "the label -1"),
+    "a label too high": (X | {"classes": np.array(["a", "b"])}, "the label 2, and there are 2 classes"),
+    "a class without images": (X | {"y_train": LABELS // 2 * 2}, "no image of class 1 to train on"),
+    "labels of another number": (X | {"y_train": LABELS[:5]}, r"for 24 images: give a whole number"),
+    "labels that are not whole": (X | {"y_train": LABELS / 2}, "labels float64"),
+    "images that are not bytes": (X | {"x_train": PIXELS / 255}, "images float64"),
+    "other shapes": (X | {"x_test": PIXELS[:, :3]}, "other shapes to train on"),
+    "no images": ({"x_train": PIXELS[:0], "y_train": LABELS[:0]}, "holds no images|cannot|no image"),
+    "other names": ({"a": PIXELS}, "it must have x and y"),
+    "objects": ({"x": np.array([{}], object), "y": LABELS}, "it holds Python objects"),
+    "offsets": (packed(PIXELS, LABELS, "train") | {"train_offset": np.arange(3)}, "it is damaged"),
+}
+
+
+@pytest.mark.parametrize(("arrays", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_files_that_are_refused(tmp_path, arrays, says):
+    with pytest.raises(DepthgateError, match=says):
+        open_images(saved(tmp_path, **arrays))
+
+
+def test_folders_that_are_refused(tmp_path):
+    for make, says in (
+        (lambda: None, "holds no images"),
+        (lambda: (tmp_path / "cat").mkdir(), "cat holds no images"),
+        (lambda: Image.fromarray(PIXELS[0]).save(tmp_path / "cat" / "0.png"), None),
+        (lambda: (tmp_path / "dog").mkdir(), "dog holds no images"),
+    ):
+        make()
+        if says:
+            with pytest.raises(DepthgateError, match=says):
+                open_images(str(tmp_path), size=(4, 4))
+    for data, says in ((str(tmp_path / "none"), "not there"), ("", "data is ''")):
+        with pytest.raises(DepthgateError, match=says):
+            open_images(data)
+    (tmp_path / "damaged.npz").write_bytes(b"PK\3\4 and so on")
+    with pytest.raises(DepthgateError, match="cannot be read as an"):
+        open_images(str(tmp_path / "damaged.npz"))
+
+
+def test_every_image_comes_once_an_epoch(tmp_path):
+    shuffled = Shuffled(open_images(saved(tmp_path, **X))[0], 24, seed=3)
+    rows = [shuffled.rows(range(start, start + 24)) for start in (0, 24)]
+    for each in rows:
+        assert sorted(each.targets.tolist()) == sorted(LABELS.tolist())
+        assert {row.numpy().tobytes() for row in each.tokens} == {
+            np.ascontiguousarray(x).tobytes() for x in PIXELS.transpose(0, 3, 1, 2)
+        }
+    assert not torch.equal(rows[0].targets, rows[1].targets)
+
+
+def test_chance_is_uniform_and_its_streams_are_apart():
+    number = torch.arange(20_000)
+    one, two = chance(number, 0, 1), chance(number, 0, 2)
+    for each in (one, two):
+        assert abs(float(each.mean()) - 0.5) < 0.01
+        assert abs(float(each.var()) - 1 / 12) < 0.002
+        assert abs(float(torch.corrcoef(torch.stack((each[1:], each[:-1])))[0, 1])) < 0.03
+    assert abs(float(torch.corrcoef(torch.stack((one, two)))[0, 1])) < 0.03
+
+
+def changed(seed=0, count=64, **options):
+    config = ImagesConfig(model=ViTConfig(image="6x4", patch=2, classes=3), seed=seed, **{"smoothing": 0.0, **options})
+    images = torch.from_numpy(np.tile(PIXELS, (3, 1, 1, 1))[:count]).permute(0, 3, 1, 2)
+    labels = torch.from_numpy(np.tile(LABELS, 3)[:count])
+    mean, std = torch.full((3,), 0.5), torch.full((3,), 0.25)
+    return augmented(images, labels, torch.arange(count), config, mean, std), (images / 255 - 0.5) / 0.25, labels
+
+
+def test_images_are_shifted_by_whole_pixels_and_mirrored():
+    (x, target), plain, labels = changed(crop=0.25)
+    padded = torch.nn.functional.pad(plain, (1, 1, 1, 1))
+    seen = set()
+    for image, before in zip(x, padded, strict=True):
+        views = {
+            (i, j, m): before[:, i : i + 6, j : j + 4].flip(2) if m else before[:, i : i + 6, j : j + 4]
+            for i in range(3)
+            for j in range(3)
+            for m in (0, 1)
+        }
+        found = [key for key, view in views.items() if torch.allclose(view, image, atol=1e-4)]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert len(seen) > 12
+    assert torch.equal(target.argmax(1), labels)
+    (x, _), plain, _ = changed(crop=0.0, flip=False)
+    torch.testing.assert_close(x, plain, atol=1e-4, rtol=0)
+
+
+def test_targets_follow_what_was_mixed():
+    none = {"crop": 0.0, "flip": False}
+    for name in ("mixup", "cutmix"):
+        (x, target), plain, labels = changed(**none, **{name: 1.0})
+        one, other = (torch.nn.functional.one_hot(each, 3) for each in (labels, labels.roll(1)))
+        before = plain.roll(1, 0)
+        moved = (x - plain).abs().sum((1, 2, 3)) / (before - plain).abs().sum((1, 2, 3))
+        if name == "cutmix":  # whole pixels
+            moved = (x - before).abs().amax(1).lt(1e-3).float().mean((1, 2))
+        torch.testing.assert_close(target, one + moved[:, None] * (other - one), atol=1e-3, rtol=0)
+        assert (target.sum(1) - 1).abs().max() < 1e-5
+    (x, _), plain, _ = changed(**none, erasing=1.0)
+    assert ((x == 0) | (x - plain).abs().lt(1e-4)).all()
+    assert 0.1 < float((x == 0).float().mean()) < 0.5
+    (_, target), _, labels = changed(smoothing=0.3)
+    assert target[0].tolist() == pytest.approx([0.1 + 0.7 * (k == int(labels[0])) for k in range(3)])
+
+
+def test_changes_of_colour_and_geometry_depend_on_the_number_alone():
+    (x, _), plain, _ = changed(randaugment=0.7)
+    assert x.isfinite().all()
+    assert x.min() >= -2.001
+    assert x.max() <= 2.001
+    (again, _), _, _ = changed(randaugment=0.7, count=16)
+    torch.testing.assert_close(again, x[:16])
+    (other, _), _, _ = changed(randaugment=0.7, seed=1)
+    assert not torch.allclose(other, x)
+    assert (x - plain).abs().amax((1, 2, 3)).gt(0.1).float().mean() > 0.9

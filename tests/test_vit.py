@@ -1,0 +1,112 @@
+"""The vision transformer: FLOPs and weights as counted, images of different sizes, patterns, and what is refused."""
+
+import pytest
+import torch
+
+import depthgate as dg
+from depthgate.device import count_flops
+from depthgate.errors import InvalidValueError
+from depthgate.flops import vit_cost
+from depthgate.layers import MoD
+from tests.conftest import close
+
+SMALL = {"image": "8x12", "patch": "4x2", "dim": 16, "layers": 4, "heads": 2, "experts": 6, "classes": 5, "slots": 2}
+PATTERNS = ["dense", "soft_moe", "moe", "mod", "dense,mod", "soft_moe,moe,mod,dense"]
+
+
+def small(pattern="soft_moe", **more):
+    vit = dg.ViT(dg.ViTConfig(**{**SMALL, "pattern": pattern, **more})).eval()
+    torch.nn.init.normal_(vit.head.weight)
+    return vit
+
+
+def bytes_of(*shape):
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("more", [{}, {"pooling": "class", "registers": 2}], ids=["mean", "class"])
+def test_weights_and_flops_are_as_counted(pattern, more):
+    vit, images = small(pattern, **more), bytes_of(1, 3, 8, 12)
+    cost = vit_cost(vit.config)
+    assert sum(weight.numel() for weight in vit.parameters()) == cost.parameters
+    assert count_flops(lambda: vit(images)) == cost.forward
+
+
+def test_patterns_begin_in_the_second_half_unless_dense_is_in_them():
+    assert dg.ViTConfig(layers=5).kinds == ("dense", "dense", "soft_moe", "soft_moe", "soft_moe")
+    assert dg.ViTConfig(layers=4, pattern="moe,mod", start=1).kinds == ("dense", "moe", "mod", "moe")
+    assert dg.ViTConfig(layers=4, pattern="dense,mod").kinds == ("dense", "mod", "dense", "mod")
+    assert (dg.ViTConfig.slots, dg.ViTConfig.pooling) == (1, "mean")
+    for name, experts in (("vit-b16-soft", 128), ("vit-tiny-soft", 16)):
+        config = dg.ViT.from_preset(name, layers=2, dim=16, heads=2).config
+        assert (config.experts, config.slots, config.kinds) == (experts, 1, ("dense", "soft_moe"))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("pooling", ["mean", "class"])
+def test_an_image_among_larger_ones_is_what_it_is_alone(pattern, pooling):
+    vit = small(pattern, pooling=pooling, registers=1).double()
+    images = [bytes_of(3, 8, 12), bytes_of(3, 4, 6), bytes_of(3, 8, 4), bytes_of(3, 16, 4)]
+    together = vit(images).logits
+    for image, logits in zip(images, together, strict=True):
+        close(vit(image[None]).logits[0], logits)
+    padded, mask = torch.full((2, 3, 16, 12), torch.nan, dtype=torch.float64), torch.zeros(2, 16, 12, dtype=torch.bool)
+    for row, image in enumerate(images[:2]):
+        _, high, wide = image.shape
+        padded[row, :, :high, :wide], mask[row, :high, :wide] = vit.normalised(image[None])[0], True
+    close(vit(padded, mask=mask).logits, together[:2])
+
+
+def test_a_mod_layer_always_takes_class_and_registers():
+    vit = small("mod", start=0, pooling="class", registers=2, capacity=0.3)
+    for plan in vit(bytes_of(3, 3, 8, 12)).plans:
+        assert plan.chosen[:, :3].all()
+        assert plan.chosen.sum(1).unique().tolist() == [int(0.3 * 15)]
+    assert sum(isinstance(layer, MoD) for layer in vit.layers) == 4
+
+
+def test_updates_that_do_not_survive_are_left_out():
+    vit, images = small("dense,mod"), bytes_of(2, 3, 8, 12)
+    survive = torch.ones(4, 2)
+    close(vit(images, survive=survive).logits, vit(images).logits)
+    survive[:, 1] = 0
+    without = vit.head(vit.norm(vit.embed(images)[0].mean(1)))
+    close(vit(images, survive=survive).logits[1], without[1])
+
+
+def test_models_of_other_kinds_start_alike():
+    torch.manual_seed(3)
+    one = small("dense")
+    torch.manual_seed(3)
+    two = small("soft_moe")
+    assert torch.equal(one.layers[0].ffn.up.weight, two.layers[0].ffn.up.weight)
+    assert torch.equal(one.layers[3].attention.qkv.weight, two.layers[3].attention.qkv.weight)
+
+
+REFUSED = {
+    "image, 32 by a patch of 5": (lambda: dg.ViT(dg.ViTConfig(patch=5)), "not divisible by the height of a patch, 5"),
+    "image x": (lambda: dg.ViTConfig(image="32x"), "image is '32x'"),
+    "kind": (lambda: dg.ViTConfig(pattern="soft"), "pattern is 'soft'"),
+    "heads": (lambda: dg.ViTConfig(dim=10, heads=3), "dim 10 is not divisible by heads 3"),
+    "start": (lambda: dg.ViTConfig(start=7), "start is 7"),
+    "a preset": (lambda: dg.ViT.from_preset("vit-tiny-sft"), "did you mean vit-tiny-soft"),
+    "channels": (lambda: small()(bytes_of(1, 1, 8, 12)), "images has shape (1, 1, 8, 12)"),
+    "integers": (lambda: small()(bytes_of(1, 3, 8, 12).long()), "images has dtype torch.int64"),
+    "a side": (lambda: small()(bytes_of(1, 3, 8, 13)), "the width of an image, 13 is not divisible"),
+    "holes": (lambda: masked([[1, 1, 1], [1, 0, 1]]), "is not a rectangle"),
+    "not at the top": (lambda: masked([[0, 0, 0], [1, 1, 1]]), "at the top left"),
+    "a list": (lambda: small()([]), "images is not a tensor"),
+}
+
+
+def masked(patches):
+    mask = torch.tensor(patches).bool().repeat_interleave(4, 0).repeat_interleave(4, 1)
+    return small(patch="4x4")(bytes_of(1, 3, 8, 12), mask=mask[None])
+
+
+@pytest.mark.parametrize(("call", "says"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_named(call, says):
+    with pytest.raises(InvalidValueError) as error:
+        call()
+    assert says in str(error.value)

@@ -1,0 +1,144 @@
+"""`depthgate train --task images` from outside: resumed runs, evaluation, pages, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import depthgate as dg
+from depthgate.cli import main
+from depthgate.data.images import Images, open_images
+from depthgate.train.images import measure
+from tests.train.tiny import rows, same
+
+TINY = [
+    *("--task=images", "--device=cpu", "--model.dim=16", "--model.heads=2", "--model.layers=2", "--model.experts=4"),
+    *("--batch=8", "--checkpoint_every=5", "--schedule_steps=50", "--warmup=2", "--lr=0.01"),
+]
+ALL = [*("--randaugment=0.5", "--mixup=0.3", "--cutmix=0.3"), *("--erasing=0.3", "--drop_path=0.3", "--zoom=0.5")]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Noise with a bright bar: its colour is the class."""
+    random = np.random.default_rng(0)
+    pixels, labels = random.integers(0, 60, (60, 8, 8, 3), np.uint8), np.arange(60) % 2
+    pixels[labels == 0, :4, :, 0] += 150
+    pixels[labels == 1, 4:, :, 1] += 150
+    names = np.array(["red", "green"])
+    np.savez(
+        tmp_path / "bars.npz",
+        x_train=pixels[:40],
+        y_train=labels[:40],
+        x_test=pixels[40:],
+        y_test=labels[40:],
+        classes=names,
+    )
+    return str(tmp_path / "bars.npz")
+
+
+def train(out, data, steps, *options):
+    torch.set_num_threads(1)
+    return main(["train", *TINY, f"--out={out}", f"--data={data}", f"--steps={steps}", *options])
+
+
+OPTIONS = {
+    "soft_moe": ALL,
+    "moe, bfloat16": ["--model.pattern=moe", "--dtype=bfloat16", "--accumulate=2"],
+    "mod, class": ["--model.pattern=dense,mod", "--model.pooling=class", "--model.registers=1", "--workers=1"],
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_five_and_five_steps_equal_ten(tmp_path, data, options):
+    assert train(tmp_path / "whole", data, 10, *options) == 0
+    assert train(tmp_path / "parts", data, 5, *options) == 0
+    assert main(["train", "--resume", f"--out={tmp_path / 'parts'}", "--steps=10"]) == 0
+    assert same(tmp_path / "whole", tmp_path / "parts")
+    assert [row["loss"] for row in rows(tmp_path / "whole")] == [row["loss"] for row in rows(tmp_path / "parts")]
+
+
+def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
+    run = tmp_path / "run"
+    assert train(run, data, 80, "--smoothing=0", "--flip=false", "--crop=0") == 0
+    last = rows(run)[-1]
+    assert last["held_out_accuracy"] > 0.9
+    assert last["tokens"] == 80 * 8 * 4
+    assert (run / "report.html").is_file()
+    capsys.readouterr()
+    assert main(["eval", f"--model={run}", "--data=heldout", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["accuracy"] == pytest.approx(last["held_out_accuracy"])
+    assert found["loss"] == pytest.approx(last["held_out_loss"], rel=1e-5)
+    assert list(found["accuracy_by_class"]) == ["red", "green"]
+    assert main(["eval", f"--model={run}", f"--data={data}"]) == 0
+    assert "calibration error" in capsys.readouterr().out
+    vit = dg.load(run)
+    assert vit.names == ["red", "green"]
+    _, images = open_images(data)
+    assert (vit(images.pixels).logits.argmax(1) == images.labels).float().mean() == pytest.approx(found["accuracy"])
+    assert main(["generate", f"--model={run}", "--prompt=a"]) == 2
+    assert "a run of images" in capsys.readouterr().err
+
+
+def test_accuracy_and_calibration_by_hand():
+    """Two classes at logits 0 and ln 3: confidence 3/4, of four images three are right, in one bin; a gap of 0."""
+
+    class Fixed:
+        def __call__(self, pixels):
+            logits = torch.tensor([[0.0, 0.0], [0.0, np.log(3)]])[pixels[:, 0, 0, 0].long()]
+            return logits, ()
+
+    def figures(labels, pixels):
+        shown = torch.tensor(pixels, dtype=torch.uint8).view(-1, 1, 1, 1)
+        return measure(Fixed(), Images(shown, torch.tensor(labels), ["a", "b"]), 3, "cpu")
+
+    found = figures([1, 1, 1, 0], [1, 1, 1, 1])
+    assert (found["accuracy"], found["confidence"]) == (0.75, pytest.approx(0.75))
+    assert found["calibration_error"] == pytest.approx(0.0, abs=1e-6)
+    assert found["loss"] == pytest.approx(-(3 * np.log(0.75) + np.log(0.25)) / 4)
+    assert found["accuracy_by_class"] == {"a": 0.0, "b": 1.0}
+    assert figures([0, 0, 0, 0], [1, 1, 1, 1])["calibration_error"] == pytest.approx(0.75)
+    assert figures([1, 1, 0, 0], [1, 1, 0, 0])["calibration_error"] == pytest.approx((2 * 0.25 + 2 * 0.5) / 4)
+
+
+REFUSED = {
+    "--model.patch=3": "the height of an image, 8 is not divisible by the height of a patch, 3",
+    "--model.classes=7": "model.classes is 7, but the images have 2",
+    "--model.dims=3": "--model.dims is not an option",
+    "--mixup=0.7 --cutmix=0.7": "mixup + cutmix is 1.4",
+    "--preset=tiny-mod": "preset is 'tiny-mod'",
+    "--vocab=300": "--vocab is not an option",
+    "--data=none.npz": "which is not there",
+    "--model.image=100000": "image is 100000",
+}
+
+
+@pytest.mark.parametrize(("options", "says"), REFUSED.items())
+def test_bad_options_leave_nothing_behind(tmp_path, data, options, says, capsys):
+    assert train(tmp_path / "a", data, 2, *options.split()) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "a" / "config.json").exists()
+
+
+def test_the_task_may_stand_in_a_file_and_a_run_keeps_it(tmp_path, data, capsys):
+    (tmp_path / "options.yaml").write_text(
+        "task: images\npreset: vit-tiny-moe\nmodel: {dim: 16, heads: 2, experts: 4}\n"
+    )
+    options = [
+        "--config",
+        str(tmp_path / "options.yaml"),
+        f"--data={data}",
+        f"--out={tmp_path / 'run'}",
+        "--device=cpu",
+    ]
+    assert main(["train", *options, "--epochs=0.5", "--batch=8"]) == 0
+    asked = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (asked["task"], asked["model"]["pattern"], asked["steps"]) == ("images", "moe", 3)
+    assert main(["train", *options, "--steps=3"]) == 2
+    assert "--resume" in capsys.readouterr().err
+    other = dict(np.load(data))
+    np.savez(data, **{**other, "x_train": other["x_train"][::-1]})
+    assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=1"]) == 2
+    assert "has changed" in capsys.readouterr().err
