@@ -11,14 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import (
-    DepthgateError,
-    InvalidValueError,
-    check_capacity,
-    check_choice,
-    check_count,
-    check_number,
-)
+from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
 from depthgate.ops.rows import check_per_token, check_tokens, inverse_for_gathering, plain_positions, take_rows
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
