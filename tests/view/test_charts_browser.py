@@ -165,6 +165,13 @@ def test_kinds_have_their_colours_minima_their_intervals_and_large_numbers_are_s
     low, high = chart(browser, 13, "[u.scales.y.min, u.scales.y.max]")
     assert low < 1.0 < 2.5 < high  # all of the interval is to be seen
     assert "30 M" in chart(browser, 13, "u.axes[0]._values")
+    # The key of a line is drawn in its dashes, of 9 and of 2 pixels.
+    drawn = "getComputedStyle(m).backgroundImage + getComputedStyle(m).backgroundClip"
+    keys = chart(browser, 13, f"[...u.root.querySelectorAll('.line .u-marker')].map((m) => {drawn})")
+    assert keys[0] == "noneborder-box"
+    assert [chart(browser, 13, f"u.series[{n}].dash") for n in (2, 3)] == [[9, 4], [2, 3]]
+    assert "rgb(31, 95, 191) 9px, rgba(0, 0, 0, 0) 9px, rgba(0, 0, 0, 0) 13px)border-box" in keys[1]
+    assert "rgb(30, 64, 114) 2px, rgba(0, 0, 0, 0) 2px, rgba(0, 0, 0, 0) 5px)border-box" in keys[2]
     browser.assert_alone()
 
 

@@ -62,7 +62,8 @@ def _study(study: Path, config: ViewConfig) -> str:
     if config.png or config.svg:
         raise DepthgateError(f"{what} its pictures are curves.png and curves.svg in it; leave --png and --svg out")
     if not report.is_file():
-        raise DepthgateError(f"{study} has no {REPORT} yet: `depthgate isoflop` writes it when its cells are done")
+        remedy = "`depthgate isoflop` writes it when its cells are done; until then view the runs in its cells/"
+        raise DepthgateError(f"{study} has no {REPORT} yet: {remedy}")
     if config.out is not None:
         write(Path(config.out), report.read_bytes())
     return config.out or str(report)

@@ -160,7 +160,8 @@ def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) 
         null = f"{layer.bars['null']:.1%}" if layer.null_experts else "no null experts"
         rows.append([layer.name, f"{layer.used:,}", layer.experts, *busy, null])
         even = 1 / (layer.experts + layer.null_experts)
-        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even, "moe"))
+        kind = "moe" if len({*map(len, layer.choices)}) == 1 else "mode"  # where tokens differ in their compute
+        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even, kind))
         if tokens is not None and len(layer.choices) == len(tokens):
             forms.append(_expert_tokens(layer, tokens))
     return pages.join([pages.table(heads, rows, pages.fill("about_experts")), pages.row(charts), *forms])
