@@ -20,7 +20,7 @@ def test_a_mask_that_does_not_tell_padding_is_refused(mask):
 
 def test_packed_documents_and_a_cache_are_refused():
     with pytest.raises(dg.DepthgateError, match="use_cache=False"):
-        routed("llama")(tokens(2, 8), position_ids=torch.arange(8)[None] % 4)
+        routed("llama")(tokens(2, 8), position_ids=torch.arange(8)[None] % 4, use_cache=True)
 
 
 def test_causal_routing_must_be_a_bool():

@@ -58,7 +58,7 @@ def test_models_that_cannot_be_routed_are_refused_by_name():
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=8, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
     )
-    head = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**tiny))
+    head = transformers.LlamaForQuestionAnswering(transformers.LlamaConfig(**tiny))
     cross = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, add_cross_attention=True)
     )
@@ -71,7 +71,7 @@ def test_models_that_cannot_be_routed_are_refused_by_name():
         (bert, r"BertLMHeadModel \(bert\) cannot be routed: its layers do not take .*position_embeddings"),
         (t5, "reads an encoder's output"),
         (cross, "reads an encoder's output"),
-        (head, "LlamaForSequenceClassification cannot be routed, only a LlamaForCausalLM"),
+        (head, "LlamaForQuestionAnswering cannot be routed, only a LlamaForCausalLM"),
         (both_ways, "looks at later tokens"),
         (quantised, "quantised weights"),
         (routed("llama"), "routed already"),

@@ -48,6 +48,7 @@ def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys
         "capacity": 0.3,
         "gate": "one_plus_tanh",
         "rule": "threshold",
+        "decay": 0.9,
         "rule_loss": 0.01,
     }
     with torch.no_grad():

@@ -21,7 +21,7 @@ from depthgate.cli import main
 from depthgate.data.batches import Packed
 from depthgate.data.token_file import Documents, tokenize
 from depthgate.hf.adapter import HFLanguageModel, collected_plans, tokenizer_of
-from depthgate.hf.recover import calibrate, falling_steps, scale_routers
+from depthgate.hf.recover import calibrate_rows, falling_steps, scale_routers
 from depthgate.train import optim, run_folder
 from tests.conftest import close
 from tests.hf.words import save_model, write_text
@@ -166,7 +166,7 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
             lambda _, args, out: seen.append((out - args[0]).norm(dim=-1) / args[0].norm(dim=-1))
         )
     scale_routers(language.routed)
-    calibrate(language, batch, 0.5)
+    calibrate_rows(language, batch)
     assert all(layer.depth_router.proj.weight.any() for layer in language.routed)
     changes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]
     model.eval()

@@ -70,7 +70,7 @@ def test_a_cache_has_little_more_room_than_it_needs(kind):
     ragged = [layer for layer in made.past_key_values.layers if isinstance(layer, RaggedLayer)]
     for layer in ragged:
         longest = int((layer.slots >= 0).sum(1).max())
-        assert 64 < longest < 900
+        assert 64 < longest < 900 or layer.keys.shape[2] <= layer.window - 1
         assert layer.keys.shape[2] == layer.values.shape[2] == layer.slots.shape[1] <= longest + 64
     assert ragged
 

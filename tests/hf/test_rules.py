@@ -85,7 +85,7 @@ def test_a_threshold_moves_once_a_step_towards_the_kth_score(reentrant):
         assert [float(rule.weight) for rule in rules] == [0, 0]  # a forward pass moves nothing
         loss.backward()
     for rule, plan in zip(rules, plans[:2], strict=True):
-        assert float(rule.weight) == pytest.approx(0.01)
+        assert float(rule.weight) == pytest.approx(0.1)
         kth = plan.scores.flatten().sort(descending=True).values[int(0.25 * 48) - 1]
         close(rule.threshold[0], kth)
 

@@ -6,6 +6,7 @@ pytest.importorskip("transformers", reason="transformers is not installed: pip i
 
 import torch
 from transformers import CompileConfig, StaticCache
+from transformers.cache_utils import Cache, QuantizedLayer
 
 import depthgate as dg
 from depthgate.hf.families import decoder_layers
@@ -74,6 +75,10 @@ def test_a_decoding_step_is_one_graph_and_compiled_once():
     assert torch.equal(got, model.generate(ids, **how, use_cache=False))
 
 
-def test_an_offloaded_cache_is_refused():
+def test_offloaded_and_quantised_caches_are_refused_by_name():
     with pytest.raises(dg.DepthgateError, match="offloaded cache: use cache_implementation='dynamic'"):
         routed("llama").generate(tokens(2, 8), max_new_tokens=2, cache_implementation="offloaded")
+    kind = type("Int4Layer", (QuantizedLayer,), {"_quantize": None, "_dequantize": None})
+    quantised = Cache(layers=[kind() for _ in range(4)])
+    with pytest.raises(dg.DepthgateError, match="a Int4Layer: use cache_implementation='dynamic'"):
+        routed("llama")(tokens(2, 8), past_key_values=quantised)

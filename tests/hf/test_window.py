@@ -5,12 +5,13 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import torch
+from transformers import DynamicCache
 
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.hf.layer import RoutedLayer
 from tests.conftest import close
-from tests.hf.zoo import FAMILY_NAMES, ROUTED, dense, tokens
+from tests.hf.zoo import FAMILY_NAMES, ROUTED, dense, routed, tokens, with_random_routers
 
 
 def windowed(kind, window, **more):
@@ -45,3 +46,43 @@ def test_convert_looks_beyond_a_window_where_there_is_room(tmp_path, capsys, mon
     assert main([*command, str(tmp_path / "wrong")]) == (2 if found else 0)
     assert ("differ from those of the source" in capsys.readouterr().err) == found
     assert (tmp_path / "wrong").exists() != found
+
+
+def size(cache):
+    return [layer.keys.nbytes + layer.values.nbytes for layer in cache.layers]
+
+
+@pytest.mark.parametrize(("kind", "window"), [("mistral", 8), ("gemma3_text", 16)])
+@torch.no_grad()
+def test_a_routed_layer_drops_what_has_left_its_window(kind, window):
+    """Read in pieces, then token by token: never more than the dense model keeps, and the logits of one pass."""
+    model, ids = windowed(kind, window, max_position_embeddings=512), tokens(2, 120)
+    plain = DynamicCache(config=model.config)
+    model(ids, past_key_values=plain)
+    with_random_routers(dg.hf.convert(model, 0.5, ROUTED))
+    want, cache, got = model(ids, use_cache=False).logits, DynamicCache(config=model.config), []
+    for piece in ids.split((90, 10, *[1] * 20), 1):
+        got.append(model(piece, past_key_values=cache).logits)
+        assert all(mine <= dense for mine, dense in zip(size(cache), size(plain), strict=True))
+    close(torch.cat(got, 1), want)
+
+
+@torch.no_grad()
+def test_tokens_are_taken_back_out_of_a_window_only_if_it_was_asked_to_remember():
+    model, ids = routed("mistral"), tokens(1, 40)
+    want = model(ids, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :30], past_key_values=cache)
+    for layer in cache.layers:
+        layer.activate_past_recording()
+    model(ids[:, 30:35], past_key_values=cache)
+    cache.crop(-3)
+    close(model(ids[:, 32:], past_key_values=cache).logits, want[:, 32:])
+    forgetful = DynamicCache(config=model.config)
+    model(ids[:, :30], past_key_values=forgetful)
+    with pytest.raises(dg.DepthgateError, match="activate_past_recording"):
+        forgetful.layers[0].crop(-3)
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    again = ids[:, :6].repeat(1, 3)
+    for more in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 3}):
+        assert torch.equal(model.generate(again, **how, **more), model.generate(again, **how, use_cache=False))

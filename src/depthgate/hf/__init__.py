@@ -5,19 +5,32 @@
 
 `model.train()` routes by the top k of each document. `model.eval()`, and a call with a cache, route by the causal
 rule, token by token: text that is generated with a cache is then the text that is computed without one.
-`model(..., causal_routing=...)` chooses for one call.
+`model.routing_mode = "causal"` or `"top_k"` (saved with the model) is the same in both, as trainers need that compare a
+model in training with one in evaluation; `model(..., causal_routing=...)` chooses for one call.
 """
 
 from importlib.util import find_spec
 
 from depthgate.hf.classes import register
-from depthgate.hf.conversion import convert, layer_changes, set_capacity
+from depthgate.hf.conversion import convert, layer_changes, set_capacity, to_dense
 from depthgate.hf.decoder_weights import to_decoder
 from depthgate.hf.export import export
 from depthgate.hf.families import Routing
 from depthgate.hf.layer import routed_layers
+from depthgate.hf.recover import calibrate
 
-__all__ = ["Routing", "convert", "export", "layer_changes", "register", "routed_layers", "set_capacity", "to_decoder"]
+__all__ = [
+    "Routing",
+    "calibrate",
+    "convert",
+    "export",
+    "layer_changes",
+    "register",
+    "routed_layers",
+    "set_capacity",
+    "to_decoder",
+    "to_dense",
+]
 
 if find_spec("transformers") is not None:
     register()

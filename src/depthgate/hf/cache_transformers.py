@@ -4,6 +4,7 @@ A token's slot is its place in the text, padding counted, as transformers counts
 different numbers of them. `cumulative_length`, the length of a layer, is the number of tokens the model has seen.
 
     RaggedLayer                     holds only what entered, and grows with it
+    RaggedWindowLayer               the same, without what has left the window of attention
     FixedLayer, FixedWindowLayer    a place for every token, as a compiled step needs; they save nothing
 """
 
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 from depthgate.cache import RowsOfCache
 from depthgate.errors import DepthgateError
@@ -54,40 +61,47 @@ class _Slotted(_Layer):  # type: ignore[misc]
 
 
 class RaggedLayer(_Slotted, DynamicLayer):  # type: ignore[misc]
-    """The store of a layer that grows. The slots of a row ascend."""
+    """The store of a layer that grows. The slots of a row ascend, and come before places that hold nothing."""
 
     cumulative_length = 0
+    empty_last = True  # in the slots of a call, too
+    most = 0  # at least the number of entries of the fullest row: known without waiting for the device
 
     def expect(self, slots: Tensor, batch: int, rows: Tensor | None) -> Tensor:
         """Make room for the tokens of the next `update`: slots (A, C), -1 for none, of these rows of the batch (None:
         of all). Returns the slots (A, L) of the keys and values that it will return, if possible the same tensor."""
-        fresh = self.slots is None
+        C = slots.shape[1]
+        if self.slots is None and rows is None and self.empty_last:  # what comes is kept as it is
+            self.slots, self.most, self._next = slots, C, None
+            return slots
         held = slots.new_full((batch, 0), -1) if self.slots is None else _writable(self.slots)
         row = torch.arange(batch, device=slots.device) if rows is None else rows
         real, count = slots >= 0, (held >= 0).sum(1)
-        place = count[row][:, None] + real.cumsum(1) - 1
-        most = int(count.index_add(0, row, real.sum(1)).max())
-        if most > held.shape[1]:
-            spare = min(_ROOM, most // 4) if held.shape[1] else 0
-            held = F.pad(held, (0, most + spare - held.shape[1]), value=-1)
-        index = row[:, None].expand_as(slots)[real], place[real]
-        held[index] = slots[real]
-        self.slots, self._next = held, (rows, real, index, most)
-        return slots if fresh and most == slots.shape[1] else held[row, :most]
+        self.most += C
+        if self.most >= held.shape[1]:  # the last place is for tokens that are not kept
+            self.most = int(count.index_add(0, row, real.sum(1)).max())  # waits for the device, once for many tokens
+        if self.most >= held.shape[1]:
+            spare = max(1, min(_ROOM, self.most // 4 if held.shape[1] else 0))
+            held = F.pad(held, (0, self.most + spare - held.shape[1]), value=-1)
+        last = held.shape[1] - 1
+        index = row[:, None].expand_as(slots), torch.where(real, count[row][:, None] + real.cumsum(1) - 1, last)
+        self.slots, self._next = _put(held, index, slots), (rows, index)
+        return self.slots[:, : self.most] if rows is None else self.slots[rows, : self.most]
 
     def _store(self, name: str, new: Tensor) -> Tensor:
-        rows, real, index, most = self._next
-        held = _writable(getattr(self, name))
+        if self._next is None:
+            setattr(self, name, new)
+            return new
+        (rows, index), held = self._next, _writable(getattr(self, name))
         assert self.slots is not None
         B, L = self.slots.shape
         if held.numel() == 0:
             held = new.new_zeros(B, new.shape[1], L, new.shape[3])
         elif held.shape[2] < L:
             held = F.pad(held, (0, 0, 0, L - held.shape[2]))
-        put = Tensor.index_put if torch.is_grad_enabled() else Tensor.index_put_
-        held = put(held.transpose(1, 2), index, new.transpose(1, 2)[real]).transpose(1, 2)
+        held = _put(held.transpose(1, 2), index, new.transpose(1, 2)).transpose(1, 2)
         setattr(self, name, held)
-        return held[:, :, :most] if rows is None else held[rows, :, :most]
+        return held[:, :, : self.most] if rows is None else held[rows, :, : self.most]
 
     def get_seq_length(self) -> int:
         return self.cumulative_length
@@ -104,8 +118,58 @@ class RaggedLayer(_Slotted, DynamicLayer):  # type: ignore[misc]
         self.slots, self.cumulative_length = None, 0
 
 
+class RaggedWindowLayer(RaggedLayer):
+    """The store of a layer that looks back a window: what has left it is dropped, unless tokens may be taken back."""
+
+    record_past = False
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+
+    def activate_past_recording(self) -> None:
+        """Keep everything until the next `crop`."""
+        self.record_past = True
+
+    def advance(self, tokens: int) -> None:
+        super().advance(tokens)
+        if not self.record_past:
+            self._drop(wait=tokens > 1)
+
+    def _drop(self, wait: bool) -> None:
+        """Drop what the next token does not look at. Waiting for the device makes the room as small as can be."""
+        width = self.window - 1
+        if self.slots is None or self.slots.shape[1] <= width:
+            return
+        kept = self.slots > self.cumulative_length - self.window
+        if wait and not torch.compiler.is_compiling():
+            width = min(width, int((kept & (self.slots >= 0)).sum(1).max()))
+        slots = torch.where(kept, self.slots, -1)
+        order = torch.where(slots < 0, torch.iinfo(slots.dtype).max, slots).argsort(1)[:, :width]
+        self.slots, self.most = slots.gather(1, order), min(self.most, width)
+        if self.is_initialized:
+            for name in ("keys", "values"):
+                held = getattr(self, name)
+                index = order[:, None, :, None].expand(-1, held.shape[1], -1, held.shape[3]).to(held.device)
+                setattr(self, name, held.gather(2, index))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove and self.cumulative_length >= self.window and not self.record_past:
+            what = "tokens were taken back out of a window, which has dropped those before it"
+            raise DepthgateError(f"{what}: call activate_past_recording() of the cache before they are read")
+        super().crop(tokens_to_remove)
+        self._drop(wait=True)
+
+
+def _put(held: Tensor, index: tuple[Tensor, ...], new: Tensor) -> Tensor:
+    """Entries written at an index: in place, or with gradients into a copy."""
+    return held.index_put(index, new) if torch.is_grad_enabled() else held.index_put_(index, new)
+
+
 def _writable(tensor: Tensor) -> Tensor:
     """The tensor, or a copy if it was made in inference mode and that has ended."""
+    if torch.compiler.is_compiling():
+        return tensor
     return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
@@ -114,6 +178,7 @@ class DecoderLayer(RaggedLayer):
 
     rows = 0
     padded = False
+    empty_last = False
 
     def append(self, k: Tensor, v: Tensor, pos: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         self.expect(pos, self.rows, rows)
@@ -193,12 +258,20 @@ def store_of(cache: Any, index: int, made: type[RaggedLayer] = RaggedLayer) -> A
     layer = cache.layers[index]
     if isinstance(layer, _Slotted):
         return layer
-    ours = {StaticLayer: FixedLayer, StaticSlidingWindowLayer: FixedWindowLayer}.get(type(layer))
-    if cache.offloading or (layer.is_compileable and ours is None):
+    static = {StaticLayer: FixedLayer, StaticSlidingWindowLayer: FixedWindowLayer}.get(type(layer))
+    known = static is not None or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+    if cache.offloading or not known:
         what = "an offloaded cache" if cache.offloading else f"a {type(layer).__name__}"
         raise DepthgateError(f"routed layers cannot use {what}: use cache_implementation='dynamic'")
     if layer.get_seq_length():
-        raise DepthgateError(f"layer {index} of the cache holds tokens of another model: start with an empty cache")
+        what = f"layer {index} of the cache holds tokens that this model has not read (of another, or of prefix tuning)"
+        raise DepthgateError(f"{what}: start with an empty cache; prefix tuning is not supported, prompt tuning is")
     places = getattr(layer, "max_cache_len", None)
-    cache.layers[index] = made() if ours is None else ours(places, sliding_window=places)
+    if static is not None:
+        cache.layers[index] = static(places, sliding_window=places)
+    elif type(layer) is DynamicSlidingWindowLayer and made is RaggedLayer:
+        cache.layers[index] = RaggedWindowLayer(layer.sliding_window)
+        cache.layers[index].record_past = getattr(layer, "record_past", False)
+    else:
+        cache.layers[index] = made()
     return cache.layers[index]

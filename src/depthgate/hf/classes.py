@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.config import ModelConfig
-from depthgate.errors import DepthgateError, DepthgateWarning, installed
-from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, decoder_layers, modeling
+from depthgate.errors import DepthgateError, DepthgateWarning, check_choice, installed
+from depthgate.hf.decoder import RoutedDecoder
+from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, decoder_layers, heads, modeling
 from depthgate.hf.folder import CODE, check_code, code_names
-from depthgate.hf.inputs import PADDING, hand_down, places
-from depthgate.hf.layer import DepthRouter, RoutedLayer
+from depthgate.hf.inputs import MODES, PADDING, causal_of, places
+from depthgate.hf.layer import DepthRouter, RoutedLayer, routed_layers
 from depthgate.model import Decoder
-from depthgate.routing.causal import Predictor
+from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
 
 ROUTER = "depth_router"
@@ -36,18 +37,21 @@ _Base: Any = object  # in front of classes of transformers
 
 
 class RoutedConfig(_Base):  # type: ignore[misc]
-    """A family's config with one more value, `depthgate`: see Routing."""
+    """A family's config with two more values: `depthgate` (see Routing) and `routing_mode`."""
+
+    depthgate: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
         check_code(kwargs.get("auto_map"), self.model_type)
         super().__post_init__(**kwargs)
+        check_choice(self.routing_mode, "routing_mode", MODES)
         if self.depthgate is not None:  # as in the config that others are compared with
             self.read()
-        model_class(self.model_type.removeprefix(PREFIX))  # the Auto classes will look for it
+        register_models(self.model_type.removeprefix(PREFIX))  # the Auto classes will look for them
 
     def read(self) -> None:
-        """Refuse wrong values of `depthgate`."""
-        Routing.read(self.depthgate, self.num_hidden_layers)
+        """Refuse wrong values of `depthgate`, and fill in those that are not given."""
+        self.depthgate = Routing.read(self.depthgate, self.num_hidden_layers).written()
 
     def to_dict(self) -> dict[str, Any]:
         return {**super().to_dict(), "auto_map": code_names(self.model_type)}
@@ -66,14 +70,33 @@ class RoutedConfig(_Base):  # type: ignore[misc]
 
 
 class RoutedModel(_Base):  # type: ignore[misc]
-    """A family's causal language model, some layers of which are routed."""
+    """A family's model, some layers of which are routed."""
 
     _keep_in_fp32_modules_strict = (ROUTER,)
     register_for_auto_class = RoutedConfig.register_for_auto_class
 
+    @property
+    def routing_mode(self) -> str:
+        """How tokens are chosen where a call does not say: "auto" (the top k while training, causally in evaluation),
+        "causal" or "top_k". Calls that are given a cache choose causally in any case."""
+        return str(self.config.routing_mode)
+
+    @routing_mode.setter
+    def routing_mode(self, mode: str) -> None:
+        self.config.routing_mode = check_choice(mode, "routing_mode", MODES)
+
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         install(self)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the model with the routing that it has, whatever was written into its config since it was made."""
+        has = {**self.routing.written(), "rule_loss": self.config.depthgate["rule_loss"]}
+        if self.config.depthgate != has:
+            what = "config.depthgate was changed, which does not change the model; what the model has is saved"
+            warnings.warn(f"{what}. For another capacity call dg.hf.set_capacity", DepthgateWarning, stacklevel=2)
+            self.config.depthgate = has
+        return super().save_pretrained(*args, **kwargs)
 
     def init_continuous_batching(self, generation_config: Any = None, *_: Any, **__: Any) -> Any:
         """Our engine in place of transformers' batches, whose cache has a place for every token of every layer."""
@@ -114,6 +137,9 @@ class DecoderModel(RoutedModel):
         self.model = Decoder(ModelConfig(**config.depthgate))
         self.post_init()
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        return super(RoutedModel, self).save_pretrained(*args, **kwargs)
+
     def initialize_weights(self) -> None:
         """Do nothing: a new Decoder has made its weights."""
 
@@ -146,7 +172,8 @@ class DecoderModel(RoutedModel):
         cache = DynamicCache() if past_key_values is None and use_cache else past_key_values
         pos, doc = places(input_ids, attention_mask, position_ids, cache)
         stores = None if cache is None else decoder_stores(cache, len(self.model.layers), pos)
-        causal = cache is not None or not self.training if causal_routing is None else causal_routing
+        causal = causal_of(causal_routing, cache is not None, self.config.routing_mode)
+        causal = not self.training if causal is None else causal
         x, _ = self.model.hidden(input_ids, pos, doc, causal, stores)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.model.head(x[:, kept])
@@ -164,22 +191,43 @@ def neutral(router: TopTokens, zeros_: Any = nn.init.zeros_) -> None:
 def install(model: Any) -> None:
     """Route the layers that the model's config names."""
     config, decoder = model.config, model.base_model
-    routing = Routing.read(config.depthgate, config.num_hidden_layers)
+    model.routing = routing = Routing.read(config.depthgate, config.num_hidden_layers)
+    config.depthgate = routing.written()
     kind, layers = config.model_type.removeprefix(PREFIX), decoder_layers(model)
     no_loss = routing.rule != "scores"  # only the rule `scores` has a loss that reads them
-    for i in routing.layers:
+    for i, capacity in zip(routing.layers, routing.capacities, strict=True):
         layer = layers[i]
+        if isinstance(layer, RoutedLayer):  # a decoder that was made by its own class
+            continue
         how = {"gate": routing.gate, "rule": routing.rule, "scores_have_no_loss": no_loss}
-        router = DepthRouter(config.hidden_size, routing.capacity, **how)  # type: ignore[arg-type]
+        router = DepthRouter(config.hidden_size, capacity, **how)  # type: ignore[arg-type]
         neutral(router)
+        if isinstance(router.rule, Threshold):
+            router.rule.decay = routing.decay
         layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)
-        layer.__class__ = layer_class(kind)
-        if "_old_forward" in vars(layer):  # called by a hook of accelerate that is on the layer already
-            layer._old_forward = MethodType(type(layer).forward, layer)
-    names = tuple(signature(type(decoder).forward).parameters)[1:]  # without self
-    decoder.register_forward_pre_hook(partial(hand_down, names, routing.rule_loss), with_kwargs=True)
+        _become(layer, layer_class(kind))
+    _become(decoder, model_class(kind, "AutoModel"))
     # Names that transformers looks at when it places a model on devices.
     model._no_split_modules = {*(model._no_split_modules or ()), layer_class(kind).__name__}
+
+
+def _become(module: Any, made: Any) -> None:
+    """Give a module another class."""
+    module.__class__ = made
+    if "_old_forward" in vars(module):  # called by a hook of accelerate that is on the module already
+        module._old_forward = MethodType(made.forward, module)
+
+
+def uninstall(model: Any) -> None:
+    """Make a routed model, its decoder and its layers those of its family again, without routers."""
+    kind = model.config.model_type.removeprefix(PREFIX)
+    for layer in routed_layers(model):
+        del layer.depth_router
+        _become(layer, getattr(modeling(kind), FAMILIES[kind].layer))
+    vars(model).pop("routing", None)
+    for part in (model.base_model, model):
+        _become(part, getattr(modeling(kind), type(part).__name__.removeprefix("MoD")))
+    model._no_split_modules = {*(model._no_split_modules or ())} - {layer_class(kind).__name__}
 
 
 def _device(layer: Any) -> Any:
@@ -224,32 +272,55 @@ def config_class(kind: str) -> Any:
     from transformers import PreTrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    value = {"__annotations__": {"depthgate": dict | None}, "depthgate": None, "__module__": __name__}
+    types = {"depthgate": dict | None, "routing_mode": str}
+    value = {"__annotations__": types, "depthgate": None, "routing_mode": "auto", "__module__": __name__}
     if kind == OURS:
         return strict(type("DepthgateConfig", (DecoderConfig, PreTrainedConfig), {**value, "model_type": OURS}))
     base, body = CONFIG_MAPPING[kind], {**value, "model_type": PREFIX + kind}
     return strict(type(f"MoD{base.__name__}", (RoutedConfig, base), body))
 
 
+def model_class(kind: str, head: str = "AutoModelForCausalLM") -> Any:
+    """The routed models of a family under an Auto class, or Decoders as they are."""
+    return _model_class(kind, head)
+
+
 @cache
-def model_class(kind: str) -> Any:
-    """The routed models of a family, or Decoders as they are, known to the Auto classes of transformers."""
-    from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _model_class(kind: str, head: str) -> Any:
+    from transformers import GenerationMixin, PreTrainedModel
+    from transformers.utils import output_capturing
 
     config = config_class(kind)
     body = {"__module__": __name__, "__annotations__": {"config": config}, "config_class": config}
     if kind == OURS:
-        model: Any = type("DepthgateForCausalLM", (DecoderModel, PreTrainedModel, GenerationMixin), body)
-    else:
-        base = getattr(modeling(kind), FAMILIES[kind].model)
-        model = type(f"MoD{base.__name__}", (RoutedModel, base), body)
+        return type("DepthgateForCausalLM", (DecoderModel, PreTrainedModel, GenerationMixin), body)
+    base = getattr(modeling(kind), heads(kind)[head])
+    bases = (RoutedModel, RoutedDecoder, base) if head == "AutoModel" else (RoutedModel, base)
+    model: Any = type(f"MoD{base.__name__}", bases, {**body, "names": tuple(signature(base.forward).parameters)[1:]})
+    if head == "AutoModelForCausalLM":
         model.prepare_inputs_for_generation = _with_padding(base.prepare_inputs_for_generation)
-        _inherit(model, base, kind)
-    AutoModelForCausalLM.register(config, model, exist_ok=True)
-    # By name, too: Trainer looks a causal language model up there, and would smooth the labels of others unshifted.
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type] = model.__name__
+    _inherit(model, base, kind)
+    if base._can_record_outputs:  # as a new model does in __init__
+        output_capturing._CAN_RECORD_REGISTRY[str(model)] = base._can_record_outputs
     return model
+
+
+@cache
+def register_models(kind: str) -> None:
+    """Make the Auto classes of transformers know the routed models of a family, or Decoders as they are."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    names = {  # pipelines look a model up by its name, and so does Trainer, which would smooth other labels unshifted
+        "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    }
+    for head in ("AutoModelForCausalLM",) if kind == OURS else heads(kind):
+        model = model_class(kind, head)
+        getattr(transformers, head).register(model.config_class, model, exist_ok=True)
+        if head in names:
+            names[head][model.config_class.model_type] = model.__name__
 
 
 def _inherit(model: Any, base: Any, kind: str) -> None:
@@ -290,10 +361,11 @@ def register() -> None:
 
 def __getattr__(name: str) -> Any:
     """A class by its name, as unpickling, saved folders and transformers ask for it."""
-    if made := {"DepthgateConfig": config_class, "DepthgateForCausalLM": model_class}.get(name):
-        return made(OURS)
-    for kind, family in FAMILIES.items():
-        makers = {family.layer: layer_class, family.config: config_class, family.model: model_class}
-        if name.startswith("MoD") and name.removeprefix("MoD") in makers:
+    if name in ("DepthgateConfig", "DepthgateForCausalLM"):
+        return config_class(OURS) if name == "DepthgateConfig" else model_class(OURS)
+    for kind, family in FAMILIES.items() if name.startswith("MoD") else ():
+        makers: dict[str, Any] = {family.layer: layer_class, family.config: config_class}
+        makers |= {model: partial(model_class, head=head) for head, model in heads(kind).items()}
+        if name.removeprefix("MoD") in makers:
             return makers[name.removeprefix("MoD")](kind)
     raise AttributeError(f"module 'depthgate.hf.classes' has no attribute {name!r}")

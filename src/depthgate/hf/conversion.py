@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,87 +15,150 @@ import torch
 from torch import Tensor, nn
 
 from depthgate.config import ConvertConfig, check_neutral
-from depthgate.errors import DepthgateError, InvalidValueError, check_capacity
+from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
 from depthgate.files import new_folder
 from depthgate.hf.adapter import collected
-from depthgate.hf.classes import config_class, install, model_class
-from depthgate.hf.families import OURS, Routing, check_config_values, checked_layers, decoder_layers, family_of
+from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall
+from depthgate.hf.families import (
+    OURS,
+    PREFIX,
+    Routing,
+    check_capacities,
+    check_config_values,
+    checked_layers,
+    decoder_layers,
+    family_of,
+    heads,
+)
 from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, find_tokenizer, gguf_of, load
+from depthgate.hf.inputs import MODES
 from depthgate.hf.layer import DepthRouter, routed_layers
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SAVED_PROBE = 64  # tokens that a saved model is read with
 _CALIBRATION = (8, 256)  # sequences, and tokens of each
+CAPACITY_BY = ("layer", "change")
 _WINDOW = 1024  # the longest window of attention that is looked beyond without being asked to
 
 
 def convert(
     model: Any,
-    capacity: float = 0.5,
+    capacity: float | Sequence[float] = 0.5,
     layers: str | Sequence[int] = "every_other",
     *,
     gate: str = "one_plus_tanh",
     rule: str = "predictor",
     rule_loss: float = 0.01,
+    decay: float = 0.9,
+    routing_mode: str = "auto",
+    capacity_by: str = "layer",
     calibration: Any = None,
 ) -> Any:
-    """Route `layers` of a transformers causal language model, in place; the model is also returned.
+    """Route `layers` of a transformers model, in place; the model is also returned.
 
     Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1 (others are refused), and
     every causal rule routes all tokens: in evaluation, and in training at capacity 1, nothing changes at first.
 
+    capacity: share of the tokens that a routed layer takes, or a share for each routed layer, in their order.
     layers: 'every_other' (1, 3, ...), numbers of layers, or 'auto': the half that changes its tokens least on
     `calibration`, token ids (B, T) or a dict of the model's inputs. rule_loss: weight of the loss that teaches the
-    rule; a threshold needs none.
+    rule; a threshold needs none, and keeps a share `decay` of itself in every step. routing_mode: 'auto' (top k while
+    training, causal in evaluation), 'causal' or 'top_k'; `model.routing_mode = ...` changes it. capacity_by: 'layer',
+    or 'change': layers get more or less than `capacity`, their mean, as they change the tokens of `calibration`.
     """
+    if str(getattr(getattr(model, "config", None), "model_type", "")).startswith(PREFIX) and not routed_layers(model):
+        to_dense(model)  # of the family's own class, from the folder of a routed one
     kind = family_of(model)
     depth = model.config.num_hidden_layers
     check_neutral(gate)
-    Routing((0,), capacity, gate, rule, rule_loss)  # refuse wrong values before anything is measured
+    check_choice(routing_mode, "routing_mode", MODES)
+    check_choice(capacity_by, "capacity_by", CAPACITY_BY)
+    check_capacities(capacity)
+    Routing((0,), 1.0, gate, rule, rule_loss, decay)  # refuse wrong values before anything is measured
     name = layers if isinstance(layers, str) else None
-    if (name == "auto") != (calibration is not None):
-        raise InvalidValueError("layers='auto' and calibration go together: give both, or neither")
+    measured = name == "auto" or capacity_by == "change"
+    if measured != (calibration is not None):
+        what = "layers='auto' (or capacity_by='change') and calibration go together"
+        raise InvalidValueError(f"{what}: give both, or neither")
     chosen: Any = range(1, depth, 2) if name == "every_other" else layers
-    if name == "auto":
-        chosen = least_changing(layer_changes(model, calibration))
-    routing = Routing(checked_layers(chosen, depth), float(capacity), gate, rule, float(rule_loss))
-    before, config = model.config, copy.deepcopy(model.config)  # other models may hold the same config
-    config.__class__ = config_class(kind)
-    if hasattr(config, "auto_map"):  # it names code of another model
-        del config.auto_map
-    config.depthgate = routing.written()
-    for part in model.modules():
-        if getattr(part, "config", None) is before:
-            part.config = config
-    model.__class__ = model_class(kind)
+    changes = layer_changes(model, calibration) if measured else []
+    chosen = checked_layers(least_changing(changes) if name == "auto" else chosen, depth)
+    if capacity_by == "change":
+        capacity = shared_out(capacity, [changes[i] for i in chosen])
+    shares = float(capacity) if isinstance(capacity, float | int) else tuple(map(float, capacity))
+    routing = Routing(chosen, shares, gate, rule, float(rule_loss), float(decay))
+    config = _with_config(model, config_class(kind))
+    config.depthgate, config.routing_mode = routing.written(), routing_mode
+    head = {base: auto for auto, base in heads(kind).items()}[type(model).__name__]
+    model.__class__ = model_class(kind, head)
+    register_models(kind)
     install(model)
     return model
 
 
-def set_capacity(model: Any, capacity: float) -> None:
-    """Change the capacity of all routed layers of a model, and of what is saved."""
-    routers = [part for part in model.modules() if isinstance(part, DepthRouter)]  # copies that PEFT keeps among them
-    if not routers:
+def _with_config(model: Any, made: Any) -> Any:
+    """Give a model a copy of its config, of another class: other models may hold the same config."""
+    before, config = model.config, copy.deepcopy(model.config)
+    config.__class__ = made
+    if hasattr(config, "auto_map"):  # it names code of another model
+        del config.auto_map
+    for part in model.modules():
+        if getattr(part, "config", None) is before:
+            part.config = config
+    return config
+
+
+def to_dense(model: Any) -> Any:
+    """Take the routers out of a converted model, in place: it is a model of its family again, in which all tokens go
+    through all layers, with the weights that it has now. The model is also returned."""
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if not kind.startswith(PREFIX) or hasattr(model, "merge_and_unload"):
+        hint = "call merge_and_unload() first" if hasattr(model, "merge_and_unload") else "there is nothing to take out"
+        raise InvalidValueError(f"model is a {type(model).__name__}, not a converted model: {hint}")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    uninstall(model)
+    config = _with_config(model, CONFIG_MAPPING[kind.removeprefix(PREFIX)])
+    for name in ("depthgate", "routing_mode"):
+        vars(config).pop(name, None)
+    return model
+
+
+def shared_out(capacity: Any, changes: Sequence[float]) -> tuple[float, ...]:
+    """A capacity for each layer in proportion to how much it changes its tokens, within half and twice their mean,
+    which is `capacity`."""
+    mean = check_capacity(capacity)
+    low, high, times = mean / 2, min(1.0, 2 * mean), [0.0, 2 * mean / max(min(changes), 1e-9)]
+    for _ in range(60):  # bisection
+        middle = sum(times) / 2
+        shares = [min(high, max(low, middle * each)) for each in changes]
+        times[sum(shares) > mean * len(changes)] = middle
+    return tuple(round(share, 4) for share in shares)
+
+
+def set_capacity(model: Any, capacity: float | Sequence[float]) -> None:
+    """Change the capacity of all routed layers of a model, or of each, and of what is saved."""
+    routed = [part for part in model.modules() if isinstance(part, RoutedModel) and "routing" in vars(part)]
+    layers = routed_layers(model)
+    if not layers:
         raise InvalidValueError("the model has no routed layers: convert it with dg.hf.convert")
-    check_capacity(capacity)
-    for router in routers:
-        router.capacity = float(capacity)
-    model.config.depthgate = {**model.config.depthgate, "capacity": float(capacity)}
+    shares = float(capacity) if isinstance(capacity, float | int) else tuple(capacity)
+    routing = replace(routed[0].routing, capacity=shares)
+    for layer, share in zip(layers, routing.capacities, strict=True):
+        for part in layer.modules():
+            if isinstance(part, DepthRouter):  # copies that PEFT keeps among them
+                part.capacity = share
+    for part in routed:
+        part.routing = routing
+        part.config.depthgate = {**part.config.depthgate, "capacity": routing.written()["capacity"]}
 
 
 def layer_changes(model: Any, batch: Any) -> list[float]:
     """The mean over tokens of |f(x) - x| / |x| for each layer of a dense model, on a batch: token ids (B, T), or a dict
     of the model's inputs. The model is left as it was."""
     family_of(model)  # refuses others
-    inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-    ids, vocab = inputs.get("input_ids"), model.get_input_embeddings().num_embeddings
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.numel() == 0:
-        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
-        raise InvalidValueError(f"calibration is {got}: layers='auto' needs token ids of shape (batch, tokens)")
-    if wrong := [i for i in (int(ids.min()), int(ids.max())) if not 0 <= i < vocab]:
-        what = f"calibration has the id {wrong[0]}, but the model's ids are 0 to {vocab - 1}"
-        raise InvalidValueError(f"{what}: use the model's own tokenizer")
+    inputs = calibration_inputs(model, batch)
     mask = inputs.get("attention_mask")
     with watched(model, decoder_layers(model)) as seen:
         model(**inputs, use_cache=False)
@@ -103,6 +167,19 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
         weight = torch.ones_like(change) if mask is None else mask.to(change)
         means.append(float((change * weight).sum() / weight.sum().clamp(min=1)))
     return means
+
+
+def calibration_inputs(model: Any, batch: Any) -> dict[str, Any]:
+    """A batch as the inputs of a model; refused if it does not hold token ids (B, T) of the model's vocabulary."""
+    inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    ids, vocab = inputs.get("input_ids"), model.get_input_embeddings().num_embeddings
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.numel() == 0:
+        got = tuple(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+        raise InvalidValueError(f"calibration is {got}: it needs token ids of shape (batch, tokens)")
+    if wrong := [i for i in (int(ids.min()), int(ids.max())) if not 0 <= i < vocab]:
+        what = f"calibration has the id {wrong[0]}, but the model's ids are 0 to {vocab - 1}"
+        raise InvalidValueError(f"{what}: use the model's own tokenizer")
+    return inputs
 
 
 def least_changing(changes: list[float]) -> list[int]:

@@ -93,6 +93,10 @@ def our_values(config: Any) -> ModelConfig:
     kinds = ["dense"] * config.num_hidden_layers
     if (raw := getattr(config, "depthgate", None)) is not None:
         routing = Routing.read(raw, len(kinds))
+        if len({*routing.capacities}) > 1:
+            what = "the routed layers have different capacities, and those of a Decoder have one"
+            raise InvalidValueError(f"{what}: call dg.hf.set_capacity(model, 0.5); causal answers stay as they are")
+        routing = replace(routing, capacity=routing.capacities[0])
         values |= {name: getattr(routing, name) for name in ROUTING}
         for i in routing.layers:
             kinds[i] = "mod"

@@ -78,6 +78,19 @@ def modeling(kind: str) -> Any:
     return import_module(f"transformers.models.{name}.modeling_{name}")
 
 
+def heads(kind: str) -> dict[str, str]:
+    """The models of a family that transformers has, by their Auto class; AutoModel names the decoder without a head."""
+    from transformers.models.auto import modeling_auto as auto
+
+    found = {
+        "AutoModelForCausalLM": FAMILIES[kind].model,
+        "AutoModel": auto.MODEL_MAPPING_NAMES[kind],
+        "AutoModelForSequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind),
+        "AutoModelForTokenClassification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(kind),
+    }
+    return {name: model for name, model in found.items() if model is not None}
+
+
 def decoder_layers(model: Any) -> Any:
     """The list of layers of a model of a known family, routed or not."""
     return getattr(model.base_model, FAMILIES[model.config.model_type.removeprefix(PREFIX)].layers)
@@ -93,9 +106,12 @@ def family_of(model: Any) -> str:
         raise InvalidValueError(f"model is a {type(model).__name__}: {hint}")
     kind, name = str(model.config.model_type), type(model).__name__
     check_config_values(vars(model.config) | {"model_type": kind}, name)
-    if type(model) is not getattr(modeling(kind), FAMILIES[kind].model):
-        raise InvalidValueError(f"{name} cannot be routed, only a {FAMILIES[kind].model}, the model with its head")
+    if type(model) not in (known := [getattr(modeling(kind), each) for each in heads(kind).values()]):
+        raise InvalidValueError(f"{name} cannot be routed, only a {' or a '.join(each.__name__ for each in known)}")
     for i, layer in enumerate(decoder_layers(model)):
+        if type(layer) is not getattr(modeling(kind), FAMILIES[kind].layer):
+            what = f"layer {i} of {name} is a {type(layer).__name__}, not a {FAMILIES[kind].layer}"
+            raise InvalidValueError(f"{what}: its own forward would be lost; convert before the layers are changed")
         if "forward" in vars(layer) and "_old_forward" not in vars(layer):  # those of accelerate's hooks are known
             raise InvalidValueError(f"layer {i} of {name} has a forward of its own: convert before that is set")
     return kind
@@ -136,15 +152,33 @@ def _missing(kind: str) -> str:
     return "its layers take all the arguments that are needed, but the family has not been tested"
 
 
+def check_capacities(value: Any, name: str = "capacity") -> None:
+    """A share of tokens, or one for each layer."""
+    for each in value if isinstance(value, tuple | list) else (value,):
+        check_capacity(each, name)
+
+
 @dataclass(frozen=True)
 class Routing(Options):
     """Routed layers and their options: the value of `depthgate` in a config. Unknown and wrong values are refused."""
 
     layers: tuple[int, ...]
-    capacity: float = option(0.5, check=check_capacity)
+    capacity: float | tuple[float, ...] = option(0.5, check=check_capacities)  # of all routed layers, or of each
     gate: str = choice("one_plus_tanh", GATE_NAMES)
     rule: str = choice("predictor", RULE_NAMES)
     rule_loss: float = number(0.01, "[0, 1)")  # of the loss that teaches the causal rule
+    decay: float = number(0.9, "[0, 1)")  # of a threshold, in every step of training
+
+    def check_together(self) -> None:
+        if not isinstance(self.capacity, float | int) and len(self.capacity) != len(self.layers):
+            what = f"capacity has {len(self.capacity)} values, and {len(self.layers)} layers are routed"
+            raise InvalidValueError(f"{what}: give one for all, or one for each")
+
+    @property
+    def capacities(self) -> tuple[float, ...]:
+        """That of each routed layer."""
+        same = isinstance(self.capacity, float | int)
+        return (float(self.capacity),) * len(self.layers) if same else tuple(map(float, self.capacity))  # type: ignore[arg-type]
 
     @classmethod
     def read(cls, values: Any, depth: int) -> "Routing":
@@ -155,11 +189,14 @@ class Routing(Options):
         if unknown := sorted(map(str, values.keys() - known)):
             what = f"depthgate in the config has unknown keys ({', '.join(unknown)[:200]})"
             raise InvalidValueError(f"{what}: it may have {', '.join(sorted(known))}")
-        return cls(**{**values, "layers": checked_layers(values["layers"], depth)})
+        capacity = values.get("capacity", cls.capacity)
+        capacity = tuple(capacity) if isinstance(capacity, list) else capacity
+        return cls(**{**values, "layers": checked_layers(values["layers"], depth), "capacity": capacity})
 
     def written(self) -> dict[str, Any]:
         """The values as a config holds them."""
-        return {**asdict(self), "layers": list(self.layers)}
+        each = list(self.capacity) if isinstance(self.capacity, tuple) else float(self.capacity)
+        return {**asdict(self), "layers": list(self.layers), "capacity": each}
 
 
 def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:

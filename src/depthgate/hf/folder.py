@@ -2,14 +2,14 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, installed
-from depthgate.hf.families import FAMILIES, OURS, PREFIX
+from depthgate.hf.families import FAMILIES, OURS, PREFIX, heads
 
 CODE = "modeling_depthgate"  # the module in a saved folder that auto_map names
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
@@ -71,16 +71,23 @@ def code_names(model_type: str) -> dict[str, str]:
     """The auto_map of a model of ours."""
     if model_type == OURS:
         return {"AutoConfig": f"{CODE}.DepthgateConfig", "AutoModelForCausalLM": f"{CODE}.DepthgateForCausalLM"}
-    family = FAMILIES[model_type.removeprefix(PREFIX)]
-    return {"AutoConfig": f"{CODE}.MoD{family.config}", "AutoModelForCausalLM": f"{CODE}.MoD{family.model}"}
+    kind = model_type.removeprefix(PREFIX)
+    return {name: f"{CODE}.MoD{made}" for name, made in {"AutoConfig": FAMILIES[kind].config, **heads(kind)}.items()}
 
 
 def check_code(named: Any, model_type: str, name: str = "auto_map") -> None:
     """Refuse an auto_map that is not ours: a config must not choose which code is executed."""
-    ours = model_type in {OURS, *(PREFIX + kind for kind in FAMILIES)}
-    if named is not None and not (ours and named == code_names(model_type)):
-        what = f"the config names code to run ({name} is {str(named)[:120]})"
-        raise InvalidValueError(f"{what}, which is never done: take it out")
+    if not named:
+        return
+    ours = {OURS, *(PREFIX + kind for kind in FAMILIES)}
+    if isinstance(named, Mapping):
+        if model_type in ours and named.items() <= code_names(model_type).items():
+            return
+        if others := [each for each in ours if named.items() <= code_names(each).items()]:
+            what = f"the config is of a {others[0]}, and was read as a {model_type}"
+            raise InvalidValueError(f"{what}: load it with AutoModelForCausalLM, or the class of its own family")
+    what = f"the config names code to run ({name} is {str(named)[:120]})"
+    raise InvalidValueError(f"{what}, which is never done: take it out")
 
 
 def check_config(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Facts about tokens that a routed layer cannot see: padding, documents, and how tokens are to be chosen.
 
-A hook on the decoder reads them from the decoder's own arguments and hands them down to the layers as one more keyword.
+The decoder reads them from its own arguments and hands them down to the layers as one more keyword.
 A token may attend to earlier tokens of its document, within the window; each kind of attention is told in its own way.
 """
 
@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, check_choice
 
 KEYWORD = "depthgate_tokens"
 PADDING = "token_mask"  # (B, T), 0 at padding, next to an attention_mask that is ready for use
+
+
+MODES: dict[str, bool | None] = {"auto": None, "causal": True, "top_k": False}  # routing_mode -> Tokens.causal
 
 
 class Tokens(NamedTuple):
@@ -24,28 +27,37 @@ class Tokens(NamedTuple):
     causal: bool | None  # None: route causally unless the model is in training mode
     max_documents: int | None = None  # the most documents a row holds, where the caller knows
     rule_loss: float = 0.0  # weight of the loss that teaches the causal rule
+    lacking: Tensor | None = None  # () the most slots that a layer lacked so far; None: layers take all they need
 
 
-def hand_down(
-    names: tuple[str, ...], rule_loss: float, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Add `Tokens` to a decoder's keywords: a forward pre-hook, once it is given its first two arguments."""
-    causal, most = kwargs.pop("causal_routing", None), kwargs.pop("max_documents", None)
-    weight, padding = kwargs.pop("rule_loss", rule_loss), kwargs.pop(PADDING, None)
+def causal_of(asked: Any, cached: bool, mode: Any) -> bool | None:
+    """Whether a call chooses causally: as it asks, as a cache needs, as the model's routing_mode says; None: unless the
+    model is in training mode."""
+    if asked is not None and not isinstance(asked, bool):
+        raise InvalidValueError(f"causal_routing is {asked!r}: it must be True, False or None")
+    if asked is not None or cached:  # with a cache as in generation
+        return cached if asked is None else asked
+    return MODES[check_choice(mode, "routing_mode", MODES)]
+
+
+def hand_down(names: tuple[str, ...], decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tokens | None:
+    """The tokens of a call of a decoder, by its arguments; those that are ours alone are taken out of `kwargs`. None if
+    there are no tokens."""
+    asked, most = kwargs.pop("causal_routing", None), kwargs.pop("max_documents", None)
+    weight, padding = kwargs.pop("rule_loss", None), kwargs.pop(PADDING, None)
     given = {name: value for name, value in (*zip(names, args, strict=False), *kwargs.items()) if value is not None}
     tokens = given.get("input_ids", given.get("inputs_embeds"))
-    if tokens is None:  # transformers says so
-        return args, kwargs
-    if causal is not None and not isinstance(causal, bool):
-        raise InvalidValueError(f"causal_routing is {causal!r}: it must be True, False or None")
-    if causal is None and "past_key_values" in given:
-        causal = True  # as in generation
+    if tokens is None:
+        return None
+    causal = causal_of(asked, "past_key_values" in given, decoder.config.routing_mode)
     _check(given, decoder.config)
     mask = given.get("attention_mask")
     doc = _documents(given, tokens.shape[:2], decoder) if mask is None else None
+    if doc is not None:
+        kwargs["use_cache"] = False
     mask = mask if padding is None else padding
     valid = None if mask is None else valid_tokens(mask, tokens.shape[:2])
-    return args, {**kwargs, KEYWORD: Tokens(valid, doc, causal, most, weight)}
+    return Tokens(valid, doc, causal, most, decoder.config.depthgate["rule_loss"] if weight is None else weight)
 
 
 def _check(given: dict[str, Any], config: Any) -> None:
@@ -65,11 +77,12 @@ def _check(given: dict[str, Any], config: Any) -> None:
 
 def valid_tokens(mask: Any, shape: tuple[int, int]) -> Tensor | None:
     """(B, T) bool, False where a new token is padding. The mask covers all tokens, those in the cache first."""
-    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
+    fits = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[0] in (1, shape[0]) and mask.shape[1] >= shape[1]
+    if not fits:
         got = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         what = f"attention_mask is {got}: routed layers need one of shape (batch, tokens), 0 at padding"
         raise InvalidValueError(f"{what}; they make masks of more dimensions themselves")
-    valid = mask[:, mask.shape[1] - shape[1] :] != 0
+    valid = (mask[:, mask.shape[1] - shape[1] :] != 0).expand(shape)
     return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
 
@@ -111,18 +124,17 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
     if "flash" in attention and shape[0] > 1:
         raise InvalidValueError(f"{attention} keeps documents apart in one row only: flatten the batch, or use sdpa")
     checkpointed = decoder.gradient_checkpointing and decoder.training  # transformers then makes no cache
-    if "past_key_values" in given or (given.get("use_cache", decoder.config.use_cache) and not checkpointed):
+    if "past_key_values" in given or (given.get("use_cache") and not checkpointed):
         raise InvalidValueError("position_ids hold several documents, and a cache holds one: pass use_cache=False")
     return torch.searchsorted(doc, doc)
 
 
 def attention_keywords(
-    kind: str, query: Tensor, key: Tensor, full: bool, first: Tensor | None, window: int | None, dtype: torch.dtype
+    kind: str, query: Tensor, key: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Keywords that tell this kind of attention which keys (A, K) each query (A, Q) looks at. Both are given by their
     slots, their places in the text; without a cache they are the same tensor. Empty slots, -1, come last in a row.
 
-    full: True if no query's slot is empty.
     first (A, Q): the earliest slot that a query looks at, where a row holds several documents.
     window: the number of slots that a query looks back, its own included.
     """
@@ -138,8 +150,9 @@ def attention_keywords(
             "max_length_q": query.shape[1],
             "max_length_k": key.shape[1],
         }
-    if kind == "sdpa" and full and key is query and first is None and window is None:
-        return {"attention_mask": None}  # it is causal by itself, and fastest so
+    if kind == "sdpa" and key is query and first is None and window is None:
+        # It is causal by itself, and fastest so: empty slots come last, where no token looks.
+        return {"attention_mask": None}
     first = torch.zeros_like(query) if first is None else first
     if window is not None:
         first = first.maximum(query - window + 1)

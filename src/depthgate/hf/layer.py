@@ -5,6 +5,7 @@
 Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -15,16 +16,22 @@ from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
 from depthgate.hf.inputs import KEYWORD, Tokens, attention_keywords
 from depthgate.ops.attention import without_cudnn
+from depthgate.ops.select import top_of_documents
 from depthgate.routing.causal import Threshold
 from depthgate.routing.losses import causal_bce, with_loss
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
 
+BOUND_STEPS = 64  # a bound of slots is counted in parts of all tokens
+_FIRST_SPARE = 1 / 32  # of the capacity, until a pass needs more
+_FEWEST_SLOTS = 16  # beyond any share: in short texts shares differ more
 _Layer: Any = object  # next to the layer's own class, which is a module
 
 
 class DepthRouter(TopTokens):
     """A router that stays in float32 when its model is cast (`model.half()`), as it is when the model is loaded."""
+
+    bound = 0  # slots of a compiled causal pass, in 1/BOUND_STEPS of the tokens; 0: none was exceeded yet
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def kept(tensor: Tensor) -> Tensor:
@@ -53,7 +60,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
 
     family: ClassVar[Family]
     names: ClassVar[tuple[str, ...]]  # arguments of the layer's own forward that come after hidden_states
-    depth_router: TopTokens
+    depth_router: DepthRouter
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x, keywords = hidden_states, {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -65,16 +72,24 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             from depthgate.hf.cache_transformers import store_of
 
             store = store_of(keywords[self.family.cache], self._attention.layer_idx)
-        causal, pos = not self.training if tokens.causal is None else tokens.causal, None
+        T, pos = x.shape[1], None
+        causal = not self.training if tokens.causal is None else tokens.causal
         if tokens.valid is not None:
-            pos = torch.where(tokens.valid, store.cumulative_length + torch.arange(x.shape[1], device=x.device), -1)
+            pos = torch.where(tokens.valid, store.cumulative_length + torch.arange(T, device=x.device), -1)
+        documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
+        slots = None
+        if causal and tokens.lacking is not None and torch.compiler.is_compiling():
+            slots = _bounded_slots(self.depth_router, T)
+        elif causal and T == 1:
+            slots = 1
         # The first call with a static cache makes the room that later ones are compiled for, though no token may enter.
         fewest = int(store.is_compileable and not torch.compiler.is_compiling())
-        documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
-        plan: Slots = self.depth_router(x, pos, causal, **documents, fewest_slots=fewest)
+        plan: Slots = self.depth_router(x, pos, causal, **documents, fewest_slots=fewest, slots=slots)
+        if slots is not None and tokens.lacking is not None:
+            tokens.lacking.copy_(torch.maximum(tokens.lacking, plan.causal_choice.sum(1).amax() - slots))
         y = self._through(x, plan, tokens.doc, store, keywords)
-        store.advance(x.shape[1])
-        return teach(y, plan, self.depth_router, tokens.rule_loss)
+        store.advance(T)
+        return teach(y, plan, self.depth_router, tokens)
 
     @property
     def _attention(self) -> Any:
@@ -83,7 +98,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
     def _through(self, x: Tensor, plan: Slots, doc: Tensor | None, store: Any, keywords: dict[str, Any]) -> Tensor:
         """x with the chosen tokens taken through the layer."""
         start, static = store.cumulative_length, store.is_compileable
-        rows, plan = (None, plan) if static else _computed_rows(plan)
+        rows, plan = (None, plan) if static else _computed_rows(plan, x.shape[1])
         if plan.tokens.numel() == 0:
             return x
 
@@ -98,14 +113,17 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             query = torch.where(plan.filled[:, 0], query, -1)
         key = store.expect(query, len(x), rows)
         first, window = None if doc is None else pick(doc), self._window(None if static else start + x.shape[1])
-        kind, full = self._attention.config._attn_implementation, plan.filled is None
-        keywords |= attention_keywords(kind, query, key, full, first, window, x.dtype)
-        if keywords.get("position_ids") is not None:
-            keywords["position_ids"] = pick(keywords["position_ids"])
+        kind = self._attention.config._attn_implementation
+        keywords |= attention_keywords(kind, query, key, first, window, x.dtype)
         if keywords.get("position_embeddings") is not None:
             keywords["position_embeddings"] = tuple(pick(each) for each in keywords["position_embeddings"])
+        if keywords.get("position_ids") is not None:
+            rotated = keywords.get("position_embeddings") is not None and "flash" not in kind  # nobody looks at them
+            keywords["position_ids"] = None if rotated else pick(keywords["position_ids"])
         old = pick(x)
-        given = old if plan.filled is None else old.masked_fill(~plan.filled[:, 0, :, None], 0)
+        given = old
+        if plan.filled is not None and plan.valid is not None:  # whatever lies in padding
+            given = old.masked_fill(~plan.filled[:, 0, :, None], 0)
         with without_cudnn(x.is_cuda and key is not query and not static):
             out = super().forward(given, **keywords)
         y = plan.merge(x if rows is None else x[rows], out[:, None], old)
@@ -124,21 +142,23 @@ def routed_layers(model: Any) -> list[RoutedLayer]:
     return [part for part in model.modules() if isinstance(part, RoutedLayer)]
 
 
-def _computed_rows(plan: Slots) -> tuple[Tensor | None, Slots]:
-    """Indices of the batch rows with at least one routed token (None: all rows), and the plan restricted to them.
+def _bounded_slots(router: Any, tokens: int) -> int:
+    """Slots that a compiled causal pass over so many tokens gets: a few more than the capacity, or its bound, says."""
+    bound: int = max(router.bound, math.ceil(BOUND_STEPS * router.capacity * (1 + _FIRST_SPARE)))
+    return min(tokens, tokens * bound // BOUND_STEPS + _FEWEST_SLOTS)
 
-    With gradients all rows are computed, so that every parameter gets one (of 0)."""
-    if plan.filled is None or torch.compiler.is_compiling():
+
+def _computed_rows(plan: Slots, tokens: int) -> tuple[Tensor | None, Slots]:
+    """Indices of the batch rows with a routed token (None: all rows), and the plan restricted to them, for a single
+    token a row; of several, all rows are computed. With gradients, too, so that every parameter gets one (of 0)."""
+    if plan.filled is None or tokens > 1 or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None, plan
-    if plan.causal and bool(plan.filled.all()):  # a causal choice has waited for the device already
-        return None, plan._replace(filled=None)
-    if torch.is_grad_enabled():
-        return None, plan
-    rows = plan.filled[:, 0].any(1).nonzero()[:, 0]
-    return (None, plan) if len(rows) == len(plan.tokens) else (rows, plan.rows(rows, plan.tokens.shape[-1]))
+    rows = plan.filled[:, 0, 0].nonzero()[:, 0]  # waits for the device
+    few = plan if len(rows) == len(plan.tokens) else plan.rows(rows, 1)
+    return None if few is plan else rows, few._replace(filled=None)
 
 
-def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
+def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:
     """y, through which the causal rule learns from a plan of training, in training loops that know nothing of plans.
 
     When a gradient comes back through it, the rule's loss adds its own, or the threshold moves: once a step, with any
@@ -146,11 +166,14 @@ def teach(y: Tensor, plan: Slots, router: TopTokens, weight: float) -> Tensor:
     here: a call may give another `rule_loss`. Where no gradient comes back, below the first weight that is trained,
     thresholds stay; and each process moves its own.
     """
-    if plan.causal or not router.training or not torch.is_grad_enabled() or not y.requires_grad:
+    if not router.training or not torch.is_grad_enabled() or not y.requires_grad:
         return y
     rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy
     if isinstance(rule, Threshold):
         return with_loss(y, None, lambda: rule.update(plan.scores, plan.valid, capacity))
-    if weight and plan.decision.requires_grad:
-        return with_loss(y, weight * causal_bce(plan))
-    return y
+    if not tokens.rule_loss or not plan.decision.requires_grad:
+        return y
+    if plan.causal:  # the rule learns what the top k would have been
+        best = top_of_documents(plan.scores.detach().mT, plan.valid, tokens.doc, capacity)
+        plan = plan._replace(slot=torch.where(best, 0, -1).mT, causal=False)
+    return with_loss(y, tokens.rule_loss * causal_bce(plan))

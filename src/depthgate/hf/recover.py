@@ -24,14 +24,14 @@ from depthgate.errors import DepthgateError, installed
 from depthgate.flops import budget
 from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
 from depthgate.hf.classes import ROUTER
-from depthgate.hf.conversion import save, set_capacity, watched
-from depthgate.hf.families import Routing, decoder_layers
+from depthgate.hf.conversion import calibration_inputs, save, set_capacity, watched
+from depthgate.hf.families import decoder_layers
 from depthgate.hf.folder import copy_tokenizer, find_tokenizer
-from depthgate.hf.layer import RoutedLayer
+from depthgate.hf.layer import RoutedLayer, routed_layers
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Predictor, Threshold, TopTokens, routed_share
+from depthgate.routing.gates import straight_through
 
-_THRESHOLD_DECAY = 0.9  # scores move much in a short time
 _RIDGE = 1e-2  # as a share of the mean square of a channel
 _SCORE_STD = 1.0  # of calibrated scores
 _SCORE_STD_IN_GATE = 0.05  # where scores change the gate, which is to stay near 1
@@ -47,7 +47,7 @@ class Recovery:
         self.model: Any = language.model
         self.teacher = self._teacher()
         self._stored: torch.dtype = self.model.dtype
-        share = Routing(**self.model.config.depthgate).rule_loss / config.accumulate  # every part of a batch adds it
+        share = self.model.config.depthgate["rule_loss"] / config.accumulate  # every part of a batch adds it
         self._routing: dict[str, Any] = {"max_documents": max_documents, "rule_loss": share}
         torch.manual_seed(config.seed)
         self._adapted = _with_lora(self.model, config.rank) if config.train == "lora" else None
@@ -61,9 +61,8 @@ class Recovery:
             if learns:
                 weight.data = weight.data.float()
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
-        for layer in language.routed:
-            if isinstance(layer.depth_router.rule, Threshold):
-                layer.depth_router.rule.decay = _THRESHOLD_DECAY
+        self._goals = [config.capacity or layer.depth_router.capacity for layer in language.routed]
+        self.goal = sum(self._goals) / len(self._goals)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.enable_input_require_grads()
@@ -73,7 +72,6 @@ class Recovery:
                 for layer in decoder_layers(each.model):
                     layer.compile(dynamic=False)
         self._flops = self._count_flops()
-        self.goal = config.capacity or self.capacity
         self.falling_steps = falling_steps(config.capacity_share, config.schedule_steps or config.steps)
 
     def _teacher(self) -> HFLanguageModel | None:
@@ -89,19 +87,23 @@ class Recovery:
 
     @property
     def capacity(self) -> float:
-        """Share of the tokens that routed layers take now."""
-        return self.language.routed[0].depth_router.capacity
+        """Share of the tokens that routed layers take now, in the mean."""
+        return sum(layer.depth_router.capacity for layer in self.language.routed) / len(self._goals)
 
     def set_capacity(self, capacity: float) -> None:
-        """Let routed layers take another share from now on."""
-        set_capacity(self.model, capacity)
+        """Let routed layers take another share from now on, in the mean; each falls from 1 to its own goal."""
+        if len({*self._goals}) == 1:
+            set_capacity(self.model, capacity)
+        else:
+            left = 1 - self.goal and (capacity - self.goal) / (1 - self.goal)
+            set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
 
     def calibrate(self, packed: Packed) -> None:
         """Calibrate the routers of a new run, if the configuration asks for it."""
         if self.config.calibrate:
             rows = packed.rows(range(-(-self.config.calibrate // self.config.seq)))
             with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled for it
-                calibrate(self.language, rows, self.goal)
+                calibrate_rows(self.language, rows)
 
     def loss(self, rows: Rows) -> tuple[Tensor, float, list[Tensor], Plans]:
         """Mean loss over the targets, and routed shares. Layers add the loss of their rules and move thresholds."""
@@ -123,13 +125,13 @@ class Recovery:
 
     def _count_flops(self) -> tuple[float, float, float]:
         """Training FLOPs per token, dense and at the model's own capacity, and that capacity."""
-        own, counts = self.capacity, []
+        own, counts = self.goal, []
         tokens = torch.zeros(1, self.config.seq, dtype=torch.long, device=self.device)
         pos = torch.arange(self.config.seq, device=self.device)[None]
         head = 2 * self.language.head.numel()
         low = torch.autocast(self.device, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
         for capacity in (1.0, own):
-            set_capacity(self.model, capacity)
+            self.set_capacity(capacity)
             with torch.compiler.set_stance("force_eager"), low:
                 counts.append(count_flops(lambda: self.language.hidden(tokens, pos)) / self.config.seq + head)
         passes = 3 if self.config.train == "full" else 2  # frozen weights have no gradients of their own
@@ -201,32 +203,62 @@ def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
 
 
 @torch.no_grad()
-def calibrate(language: Any, rows: Rows, capacity: float) -> None:
-    """Set the scales of the scaled routers of an HFLanguageModel, and routers that are neutral, from what their layers,
-    all dense, do to the tokens of some rows. The model then has this capacity.
+def calibrate(model: Any, batch: Any) -> None:
+    """Set the routers of a converted model from what its layers, all dense, do to the tokens of a batch: token ids
+    (B, T) or a dict of the model's inputs. Each then begins with the tokens that its layer changes most, and the rules
+    `scores` and `threshold` route its capacity of them; a predictor has to learn it.
 
-    A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function
-    of the token tells it. The first token of a document is changed little, but all others look at it: it is put first.
+    A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function of
+    the token tells it. The first token of a text is changed little, but all others look at it: it is put first.
     """
+    layers = routed_layers(model)
+    if not layers:
+        raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")
+    inputs = calibration_inputs(model, batch)
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
+    goals = [layer.depth_router.capacity for layer in layers]
+    set_capacity(model, 1.0)
+    with watched(model, layers) as seen:
+        model(**inputs, use_cache=False, causal_routing=False)
+    set_capacity(model, goals[0] if len({*goals}) == 1 else goals)
+    scale_routers(layers)
+    _calibrate(layers, seen, mask.flatten(), (mask & (mask.cumsum(1) == 1)).flatten(), fit=True)
+    unscale_routers(layers)
+
+
+@torch.no_grad()
+def calibrate_rows(language: Any, rows: Rows) -> None:
+    """The same for the scaled routers of an HFLanguageModel, on packed rows; those that are not neutral are scaled, and
+    compute what they did."""
     neutral = not any(layer.depth_router.proj.weight.any() for layer in language.routed)
+    goals = [layer.depth_router.capacity for layer in language.routed]
     set_capacity(language.model, 1.0)
     with watched(language.model, language.routed) as seen:
         for tokens, pos in zip(rows.tokens, rows.pos, strict=True):
             language.hidden(tokens[None].to(language.device), pos[None].to(language.device), causal=False)
+    set_capacity(language.model, goals[0] if len({*goals}) == 1 else goals)
     first = (rows.pos == 0).flatten().to(language.device)
-    spread = _SCORE_STD if language.model.config.depthgate["gate"] == "straight_through" else _SCORE_STD_IN_GATE
-    set_capacity(language.model, capacity)
-    for layer, mine in zip(language.routed, seen, strict=True):
-        router = layer.depth_router
-        x, change = (torch.cat(part, 1)[0].float() for part in zip(*mine, strict=True))
+    _calibrate(language.routed, seen, torch.ones_like(first), first, neutral)
+
+
+def _calibrate(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor, first: Tensor, fit: bool) -> None:
+    """Set scales, and routers if asked, from the inputs and changes of each layer: of the tokens of `mask` (N,), of
+    which those of `first` (N,) begin a text."""
+    for layer, mine in zip(layers, seen, strict=True):
+        router: Any = layer.depth_router
+        x, change = (torch.cat([each.flatten(0, 1) for each in part]).float() for part in zip(*mine, strict=True))
         mine.clear()
+        at = mask.to(x.device)
+        x, change = x[at], change[at]
         size = x.square().mean(0).sqrt().clamp(min=1e-6)
         for part in _readers([layer]):
             part.scale.copy_(1 / size)
             if part is router.proj or router.rule.down.weight.any():  # others than those of an untrained predictor
                 part.learnt.mul_(size)  # keep their value
-        if neutral:
-            _fit(router, x / size, change.clamp(min=1e-6).log(), first, capacity, spread)
+        if fit:
+            spread = _SCORE_STD if router.gate is straight_through else _SCORE_STD_IN_GATE
+            change = change.clamp(min=1e-6).log()
+            _fit(router, x / size, change, first[mask].to(x.device), router.capacity, spread)
 
 
 def _fit(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: float, spread: float) -> None:

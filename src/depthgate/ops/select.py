@@ -64,10 +64,12 @@ def top_of_documents(scores: Tensor, valid: Tensor | None, doc: Tensor | None, c
 def compact(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """chosen (..., T) bool -> index and filled (..., slots): the chosen positions ascending, then empty slots,
     which hold other, distinct positions."""
-    T = chosen.shape[-1]
-    position = torch.arange(T, device=chosen.device)
-    index = torch.where(chosen, position, position + T).sort(dim=-1).values[..., :slots]
-    return index % max(T, 1), index < T
+    position = torch.arange(chosen.shape[-1], device=chosen.device)
+    up_to = chosen.cumsum(-1)
+    count = up_to[..., -1:]
+    place = torch.where(chosen, up_to - 1, count + position - up_to)
+    index = torch.empty_like(place).scatter(-1, place, position.expand_as(place))[..., :slots]
+    return index, position[:slots] < count
 
 
 def choose(

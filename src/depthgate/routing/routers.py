@@ -152,6 +152,7 @@ class TopTokens(nn.Module):
         keep: Tensor | None = None,
         max_documents: int | None = None,
         fewest_slots: int = 0,
+        slots: int | None = None,
     ) -> Slots:
         """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart; keep (B, T) bool,
         tokens that are taken first whatever their score.
@@ -161,6 +162,8 @@ class TopTokens(nn.Module):
         fewest_slots: 1 gives a causal choice of no token one empty slot, so that the block is called all the same. A
             process that shares its weights with others (FSDP2) would else leave them waiting. With gradients there is
             one in any case.
+        slots: the number of slots of a causal choice, for a caller that looks whether they suffice: tokens beyond them
+            are left out, and the device is not waited for.
         """
         _check_call(x, self.dim, pos, doc)
         if keep is not None:
@@ -180,7 +183,7 @@ class TopTokens(nn.Module):
             wanted = wanted | keep[..., None]
         if causal:
             marked = self._by_pool(wanted if valid is None else wanted & valid[..., None])
-            taken: _Taken = (*compact(marked, _slots_for(marked, fewest_slots)), None)
+            taken: _Taken = (*compact(marked, _slots_for(marked, fewest_slots) if slots is None else slots), None)
         elif self.pool == "batch":
             taken = self._choose(self._by_pool(ranked), None if valid is None else valid.reshape(1, -1), None, None)
         else:

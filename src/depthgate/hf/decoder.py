@@ -1,0 +1,94 @@
+"""The decoder of a routed model: it tells its layers about their tokens, and sees that compiled ones had enough slots.
+
+A compiled graph has fixed shapes and does not wait for the device, and the causal rule may route any number of tokens.
+Its layers get as many slots as a bound of their router says. What they lacked is known when all have run: the pass is
+then computed again, not compiled, and the bounds grow to what it needed.
+"""
+
+import math
+import warnings
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from depthgate.errors import DepthgateWarning
+from depthgate.hf.inputs import KEYWORD, Tokens, hand_down
+from depthgate.hf.layer import BOUND_STEPS, routed_layers
+
+_Decoder: Any = object  # next to a decoder of transformers, which is a module
+_SPARE = 1 / 8  # of the slots that were needed, when bounds grow
+
+
+class RoutedDecoder(_Decoder):  # type: ignore[misc]
+    """A family's decoder, without a head, some layers of which are routed."""
+
+    names: ClassVar[tuple[str, ...]]  # arguments of its own forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tokens = hand_down(self.names, self, args, kwargs)
+        if tokens is None:  # transformers says what is missing
+            return self.once(*args, **kwargs)
+        if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            _warn_of_frozen_routers(self)
+        if not self._bounded(tokens, kwargs):
+            return self.once(*args, **{**kwargs, KEYWORD: tokens})
+        lacking = torch.zeros((), dtype=torch.long, device=next(self.parameters()).device)
+        out = self.once(*args, **{**kwargs, KEYWORD: tokens._replace(lacking=lacking)})
+        return _with_enough_slots(self, tokens, args, kwargs, lacking, out)
+
+    def once(self, *args: Any, **kwargs: Any) -> Any:
+        """The family's own forward."""
+        return super().forward(*args, **kwargs)
+
+    def _bounded(self, tokens: Tokens, kwargs: dict[str, Any]) -> bool:
+        """True for a causal pass of compiled layers that can be computed again: one that is not given a cache."""
+        causal = not self.training if tokens.causal is None else tokens.causal
+        given = kwargs.get("past_key_values") is not None
+        if not causal or given or (self.gradient_checkpointing and self.training):
+            return False
+        if torch.compiler.is_compiling():
+            return _may_break() and not torch.compiler.is_exporting()
+        return any(layer._compiled_call_impl is not None for layer in routed_layers(self))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _may_break() -> bool:
+    """False while fullgraph=True compiles, which refuses to look at values in between: all tokens then have slots."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracing: Any = InstructionTranslator.current_tx()
+    return not (tracing.one_graph or getattr(tracing, "error_on_graph_break", False))
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
+def _with_enough_slots(
+    decoder: Any, tokens: Tokens, args: tuple[Any, ...], kwargs: dict[str, Any], lacking: Tensor, out: Any
+) -> Any:
+    """What a pass gave, or that of another one, if some layer `lacking` slots left tokens out. Waits for the device."""
+    if int(lacking) <= 0:
+        return out
+    needed: dict[Any, float] = {}
+
+    def measure(router: Any, args: tuple[Tensor, ...], plan: Any) -> None:
+        needed[router] = plan.tokens.shape[-1] / args[0].shape[1]
+
+    hooks = [layer.depth_router.register_forward_hook(measure) for layer in routed_layers(decoder)]
+    with torch.compiler.set_stance("force_eager"):
+        out = decoder.once(*args, **{**kwargs, KEYWORD: tokens})
+    for hook in hooks:
+        hook.remove()
+    for router, share in needed.items():
+        router.bound = max(router.bound, min(BOUND_STEPS, math.ceil(BOUND_STEPS * share * (1 + _SPARE))))
+    return out
+
+
+def _warn_of_frozen_routers(decoder: Any) -> None:
+    """Warn where weights learn, but no router does."""
+    routers = [layer.depth_router for layer in routed_layers(decoder)]
+    if any(weight.requires_grad for router in routers for weight in router.proj.parameters()):
+        return
+    if any(weight.requires_grad for weight in decoder.parameters()):
+        what = "routers do not learn: training takes the first tokens of every text, or those that they happen to score"
+        remedy = "with PEFT give modules_to_save=['depth_router'] and exclude_modules='.*depth_router.*'"
+        warnings.warn(f"{what}, and the causal rule learns nothing; {remedy}", DepthgateWarning, stacklevel=4)
