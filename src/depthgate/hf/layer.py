@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
@@ -170,7 +171,14 @@ def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:
         return y
     rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy
     if isinstance(rule, Threshold):
-        return with_loss(y, None, lambda: rule.update(plan.scores, plan.valid, capacity))
+
+        def move() -> None:
+            rule.update(plan.scores, plan.valid, capacity)
+
+        if not plan.causal or torch.compiler.is_compiling():
+            return with_loss(y, None, move)
+        # The choice reads the threshold, and activation checkpointing may still have to make it again.
+        return with_loss(y, None, lambda: Variable._execution_engine.queue_callback(move))
     if not tokens.rule_loss or not plan.decision.requires_grad:
         return y
     if plan.causal:  # the rule learns what the top k would have been
