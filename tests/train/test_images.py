@@ -142,3 +142,23 @@ def test_the_task_may_stand_in_a_file_and_a_run_keeps_it(tmp_path, data, capsys)
     np.savez(data, **{**other, "x_train": other["x_train"][::-1]})
     assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=1"]) == 2
     assert "has changed" in capsys.readouterr().err
+
+
+def test_studies_of_images(tmp_path, data, capsys):
+    """Cells of equal FLOPs, whose errors are those of their models; controls are variants."""
+    study = tmp_path / "study"
+    options = f"--task images --data {data} --out {study} --budgets 3e7 --sizes 1 --batch 8 --device cpu --parallel 1"
+    assert main(["isoflop", *options.split(), "--variants", "dense,uniform_dispatch:experts=4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["variant"] for row in found["rows"]} == {"dense", "uniform_dispatch:experts=4"}
+    for row in found["rows"]:
+        assert abs(row["flops"] / 3e7 - 1) < 0.03
+        cell = study / "cells" / row["cell"]
+        config = dg.load(cell).config
+        assert (config.dispatch == "uniform") == ("uniform" in row["variant"])
+        _, images = open_images(data)
+        wrong = dg.load(cell)(images.pixels).logits.argmax(1) != images.labels
+        assert row["loss_causal"] == pytest.approx(100 * float(wrong.float().mean()))
+    assert "error" in (study / "report.html").read_text()
+    assert main(["isoflop", *options.split(), "--variants", "dense,soft_mo"]) == 2
+    assert "soft_moe?" in capsys.readouterr().err

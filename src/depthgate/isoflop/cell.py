@@ -31,9 +31,10 @@ from depthgate.files import write_json
 from depthgate.flops import forward_flops
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Cell, Row
-from depthgate.loading import load
-from depthgate.train import loop
+from depthgate.loading import images_of, load
+from depthgate.train import images, loop
 from depthgate.train.evaluate import measure
+from depthgate.vit import ViT
 
 RESULT = "result.json"
 _EVERY = 15.0  # seconds between two words on a cell that runs beside others
@@ -90,12 +91,15 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     """Train a cell, unless that is done, and measure it."""
     training, folder = cell.training, cell.folder
     last_step = folder / f"step-{training.steps}"
+    train = images.train if config.images else loop.train
     try:
         model = load(last_step)
     except DepthgateError:  # it is not there yet, or damaged: training goes on from the newest whole checkpoint
-        if loop.train(training, resume=True) == 130 or not last_step.is_dir():
+        if train(training, resume=True) == 130 or not last_step.is_dir():
             raise KeyboardInterrupt from None  # the process was asked to stop
         model = load(last_step)
+    if config.images:
+        return _classified(cell, model, last_step)
     shards = prepare(training.data, model.tokenizer, training.validation)
     metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     held_out = []
@@ -124,6 +128,29 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         "agreement": found["agreement"],
         "experts_per_token": fmean(used) if used else None,
         "measured_tokens": found["tokens"],
+        "device": training.device,
+        "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
+    }
+
+
+def _classified(cell: Cell, model: ViT, last_step: Path) -> Row:
+    """The row of a vision transformer. What counts, and is fitted, is its error on held-out images, in percent."""
+    training, about = cell.training, machine(cell.training.device)
+    last = json.loads((cell.folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
+    device, data = resolve_device(training.device), images_of(model, last_step)
+    found = images.measure(model.to(device), data, training.batch, device)
+    error = 100 * (1 - found["accuracy"])
+    names = ("loss", "accuracy", "calibration_error", "routed_share")
+    return {
+        **{name: found[name] for name in names},
+        "loss_causal": error,
+        "held_out": [[last["flops"], error]],
+        "train_loss": last["loss"],
+        "flops": last["flops"],
+        "images": training.steps * training.batch,
+        "forward_flops_per_token": forward_flops(model.config),
+        "seconds": last["seconds"],
+        "measured_images": found["images"],
         "device": training.device,
         "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
     }

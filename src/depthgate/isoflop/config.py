@@ -12,6 +12,7 @@ from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number, near
 from depthgate.options import DEVICES, Options, choice, count, number, option
 from depthgate.recipes import EXPERTS, MOD, PRESETS, RECIPE, train_config
+from depthgate.vision import ImagesConfig, ViTConfig
 
 _DENSE = {"pattern": "dense", **RECIPE}
 _MOD = {**_DENSE, **MOD}
@@ -24,11 +25,38 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mode_staged": {**_MOD, **_EXPERTS, "pattern": "dense,mode_staged"},
     "random": {**_MOD, "pattern": "dense,random"},
 }
+_SOFT = {"pattern": "soft_moe"}
+IMAGE_VARIANTS: dict[str, dict[str, Any]] = {
+    "dense": {"pattern": "dense"},
+    "soft_moe": _SOFT,
+    "moe": {"pattern": "moe", "experts": 16},
+    "mod": {"pattern": "dense,mod"},
+    "uniform_dispatch": {**_SOFT, "dispatch": "uniform"},
+    "uniform_combine": {**_SOFT, "combine": "uniform"},
+    "uniform": {**_SOFT, "dispatch": "uniform", "combine": "uniform"},
+}
 _LARGE = 1e14  # from this budget on, defaults are those of a GPU
 # Options that the study itself decides for every cell.
 _FIXED = {
     *("vocab", "dim", "layers", "heads", "context", "data", "out", "steps", "preset", "device", "seed", "validation"),
-    *("tokenizer", "model", "batch", "lr", "warmup", "keep", "checkpoint_every", "tracker", "workers", "dtype"),
+    *(
+        "image",
+        "channels",
+        "classes",
+        "task",
+        "epochs",
+        "corrupt",
+        "tokenizer",
+        "model",
+        "batch",
+        "lr",
+        "warmup",
+        "keep",
+        "checkpoint_every",
+        "tracker",
+        "workers",
+        "dtype",
+    ),
 }
 
 
@@ -41,7 +69,7 @@ class Variant:
     model: dict[str, Any]
     training: dict[str, Any]
 
-    def shape(self, dim: int, vocab: int, context: int) -> ModelConfig:
+    def shape(self, dim: int, vocab: Any, context: int) -> Any:
         """The model of one width: depth grows with it. A layer that most tokens skip costs little, so a variant with
         such layers has more of them, until a token costs about as much as in the dense model of that width."""
         pattern = self.model["pattern"].split(",")
@@ -51,21 +79,33 @@ class Variant:
         return ModelConfig(**{**options, "vocab": vocab, "context": context})
 
 
+@dataclass(frozen=True)
+class ImageVariant(Variant):
+    """A kind of vision transformer."""
+
+    def shape(self, dim: int, vocab: Any, context: int) -> Any:  # noqa: ARG002
+        """The model of one width, for images whose size, channels and classes are `vocab`: depth grows with it."""
+        options = {"dim": dim, "layers": round(3 + dim / 32), "heads": _heads(dim), "hidden": 2 * dim, **self.model}
+        return ViTConfig(**{**options, **vocab})
+
+
 def _heads(dim: int) -> int:
     """Heads of about 64, or of about 32 in narrow models: with only a few heads a model learns to copy late."""
     size = 64 if dim >= 512 else 32
     return min((n for n in range(1, dim // 8 + 1) if dim % (2 * n) == 0), key=lambda n: abs(dim / n - size))
 
 
-def parse_variant(text: str) -> Variant:
+def parse_variant(text: str, images: bool = False) -> Variant:
     """`name[:option=value]...`, where the kinds of a pattern are joined by +; or the name of a preset."""
     name, *options = text.split(":")
-    if name not in (*VARIANTS, *PRESETS):
-        known = f"{', '.join(VARIANTS)}, and the presets"
-        raise InvalidValueError(f"variants has {name!r}{near(name, VARIANTS, 0.0)} Known are {known}")
-    model = dict(VARIANTS[name] if name in VARIANTS else vars(train_config(name).model))
+    variants, presets = (IMAGE_VARIANTS, {}) if images else (VARIANTS, PRESETS)
+    if name not in (*variants, *presets):
+        known = f"{', '.join(variants)}{', and the presets' * bool(presets)}"
+        raise InvalidValueError(f"variants has {name!r}{near(name, variants, 0.0)} Known are {known}")
+    model = dict(variants[name] if name in variants else vars(train_config(name).model))
     training: dict[str, Any] = {}
-    places = {f.name: (training, f) for f in fields(TrainConfig)} | {f.name: (model, f) for f in fields(ModelConfig)}
+    runs, models = (ImagesConfig, ViTConfig) if images else (TrainConfig, ModelConfig)
+    places = {f.name: (training, f) for f in fields(runs)} | {f.name: (model, f) for f in fields(models)}
     keys = [each.partition("=")[0] for each in options]
     for key, equals, given in (each.partition("=") for each in options):
         if keys.count(key) > 1:
@@ -79,8 +119,9 @@ def parse_variant(text: str) -> Variant:
         place, option = places[key]
         option.metadata.get("check", lambda *_: None)(value, key)
         place[key] = value
-    variant = Variant(text, model, training)
-    replace(TrainConfig(), model=variant.shape(model.get("dim", 64), 257, 64), **training)  # refuses bad values
+    variant = (ImageVariant if images else Variant)(text, model, training)
+    shape = variant.shape(model.get("dim", 64), {} if images else 257, 64)
+    replace(runs(), model=shape, **training)  # refuses bad values
     return variant
 
 
@@ -88,14 +129,16 @@ def parse_variant(text: str) -> Variant:
 class IsoflopConfig(Options):
     """Train models of several sizes and kinds with the same FLOPs, fit the best of each kind, and compare them."""
 
-    data: str = option("stdlib", "text, as for depthgate train")
+    task: str = choice("text", ("text", "images"), "what models learn: to predict text, or the classes of images")
+    data: str = option("stdlib", "text or images, as for depthgate train")
     out: str = option("runs/isoflop", "folder of the study: every cell's run, results.jsonl, results.csv, report.html")
     budgets: str | float = option("1e12,2e12", "training FLOPs, separated by commas")
     sizes: int = count(5, "models of each variant at each budget; a minimum needs three", maximum=99)
     variants: str = option(
         "dense,mod",
         "dense, mod, moe, mode, mode_staged or random, with options of model and training, such as "
-        "mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size",
+        "mod:capacity=0.25:pattern=dense+dense+mod:router_lr=3; or presets, which have one size. With --task images: "
+        f"{', '.join(IMAGE_VARIANTS)}",
     )
     seeds: int = count(1, "seeds of every cell", maximum=99)
     seed: int = count(0, "the first of them", minimum=0)
@@ -157,7 +200,11 @@ class IsoflopConfig(Options):
     @cached_property
     def variant_list(self) -> list[Variant]:
         """`variants`, each with its options."""
-        return [parse_variant(part.strip()) for part in str(self.variants).split(",")]
+        return [parse_variant(part.strip(), self.images) for part in str(self.variants).split(",")]
+
+    @property
+    def images(self) -> bool:
+        return self.task == "images"
 
     @property
     def tokens_in_sequence(self) -> int:

@@ -18,16 +18,19 @@ from depthgate.isoflop.config import IsoflopConfig, Variant
 from depthgate.isoflop.fit import means, parabolas
 from depthgate.recipes import SCHEDULE
 from depthgate.train.optim import capacity
+from depthgate.vision import AUGMENTED, ImagesConfig
 
 CELLS = "cells"
 TRIED = (0.5, 1.0, 2.0)  # learning rates of a sweep, as multiples of the rule's
 TOLERANCE = 0.03  # largest difference of a cell's FLOPs from its budget, as a share of it
 _BEST, _BEST_POWER = 0.011, 0.62  # a budget's best model is expected at _BEST * budget ** _BEST_POWER FLOPs per token
+_BEST_OF_IMAGES = 0.0045
 _MOST_STEPS = 2**31 - 1
 # Widths of the ladder: four to a doubling from 128 on, so that heads are of 32 or 64.
 WIDTHS = [16, 24, 32, 48, 64, 96] + [2**n // 4 * (4 + i) for n in range(7, 15) for i in range(4)]
 # lr = scale * (128 / width) ** _WIDTH_POWER, at all budgets: docs/log.md has the sweeps behind it.
 _SCALE, _WIDTH_POWER = 0.008, 0.75
+_SCALE_OF_IMAGES = 0.002
 _MOST_RATES = 9
 Row = dict[str, Any]  # of results: a finished cell
 Check = Callable[[Sequence["Cell"]], None]
@@ -40,7 +43,7 @@ class Cell:
     budget: float
     variant: str
     seed: int
-    training: TrainConfig
+    training: Any  # TrainConfig, or ImagesConfig
     flops: float  # FLOPs of the whole run
     part: str = CELLS  # folder of the study that holds it
 
@@ -65,8 +68,9 @@ class Cell:
     def memory(self) -> float:
         """Bytes needed, about: weights with gradients and two moments, and what layers keep for the backward pass."""
         model, t = self.training.model, self.training
-        kept = t.batch // t.accumulate * model.context * (model.layers * 24 * model.dim + 2 * model.vocab)
-        return 16.0 * self.params + (2.0 if t.dtype == "bfloat16" else 4.0) * kept
+        words = 2 * getattr(model, "vocab", 0)
+        kept = t.batch // t.accumulate * model.context * (model.layers * 24 * model.dim + words)
+        return 16.0 * self.params + (2.0 if t.dtype == "bfloat16" else 4.0) * float(kept)
 
     def described(self) -> Row:
         """The part of the cell's row of results that is known before it is run."""
@@ -91,7 +95,7 @@ class Cell:
         }
 
 
-def ladder(variant: Variant, vocab: int, context: int) -> list[ModelConfig]:
+def ladder(variant: Variant, vocab: Any, context: int) -> list[ModelConfig]:
     """The shapes of a variant, each with more FLOPs per token than the one before."""
     shapes: list[ModelConfig] = []
     for dim in [variant.model["dim"]] if "dim" in variant.model else WIDTHS:
@@ -109,7 +113,7 @@ class Grid:
 
     config: IsoflopConfig
     tokenizer: str
-    vocab: int
+    vocab: Any  # or size, channels and classes of images
     device: str
     scales: Mapping[str, float]
 
@@ -134,7 +138,8 @@ class Grid:
         shapes, sizes, config = self.ladders[variant], self.config.sizes, self.config
         if sizes == len(shapes) == 1:
             return shapes
-        costs, middle = [training_flops(shape) for shape in shapes], config.center * _BEST * budget**_BEST_POWER
+        best = _BEST_OF_IMAGES if config.images else _BEST
+        costs, middle = [training_flops(shape) for shape in shapes], config.center * best * budget**_BEST_POWER
         targets = [middle * config.spread ** (i - (sizes - 1) / 2) for i in range(sizes)]
         places: list[int] = []
         for target in targets:
@@ -150,27 +155,26 @@ class Grid:
     ) -> Cell:
         """One cell, or an error that says why it cannot be one."""
         config, cuda = self.config, self.device == "cuda"
+        options = next(each.training for each in config.variant_list if each.name == variant)
+        shared: dict[str, Any] = {"data": _absolute(config.data), "device": self.device, "seed": seed, "model": shape}
+        shared |= {"dtype": "bfloat16" if cuda else "float32", "compile": cuda, "workers": 1, "keep": config.points + 1}
+        shared["lr"] = lr or config.lr or learning_rate(variant, shape.dim, self.scales, config.images)
+        if config.images:
+            shared |= {**AUGMENTED, "batch": config.batch or (512 if config.large else 64)}
+            return self._settled(ImagesConfig(**{**shared, **SCHEDULE, **options}), budget, variant, part)
         # A power of two: about 1,024 tokens at 1e12 FLOPs, 16,384 at 1e16. Larger ones cost small models a lot.
         batch = 1 << max(0, round(math.log2(1024 * (budget / 1e12) ** 0.3 / shape.context)))
-        options = next(each.training for each in config.variant_list if each.name == variant)
-        training = TrainConfig(
-            data=_absolute(config.data),
-            validation=config.validation and _absolute(config.validation),
-            tokenizer=self.tokenizer,
-            device=self.device,
-            seed=seed,
-            model=shape,
-            batch=config.batch or batch,
-            lr=lr or config.lr or learning_rate(variant, shape.dim, self.scales),
-            dtype="bfloat16" if cuda else "float32",
-            workers=1,
-            keep=config.points + 1,
-            **{"compile": cuda, **SCHEDULE, **options},
-        )
+        texts = {"validation": config.validation and _absolute(config.validation), "tokenizer": self.tokenizer}
+        shared |= {**texts, "batch": config.batch or batch}
+        return self._settled(TrainConfig(**{**shared, **SCHEDULE, **options}), budget, variant, part)
+
+    def _settled(self, training: Any, budget: float, variant: str, part: str) -> Cell:
+        """The cell of a run, with as many steps as its budget allows."""
+        config = self.config
         steps, flops = _steps(training, budget)
         every = max(50 if config.points == 1 else 1, -(-steps // max(4, config.points)))
         training = replace(training, steps=steps, warmup=max(1, steps // 25), checkpoint_every=every)
-        cell = Cell(budget, variant, seed, training, flops, part)
+        cell = Cell(budget, variant, training.seed, training, flops, part)
         return replace(cell, training=replace(training, out=str(Path(config.out).absolute() / part / cell.name)))
 
     def more(self, cells: Sequence[Cell], rows: Sequence[Mapping[str, Any]], check: Check) -> list[Cell]:
@@ -217,18 +221,20 @@ def _absolute(data: str) -> str:
     return str(Path(data).absolute()) if Path(data).exists() else data
 
 
-def total_flops(training: TrainConfig, steps: int) -> float:
+def total_flops(training: Any, steps: int) -> float:
     """Training FLOPs of so many steps, a falling capacity included."""
-    falling = min(training.capacity_steps, steps) if training.model.routed else 0
-    shares = (capacity(training.model.capacity, step, training.capacity_steps) for step in range(falling))
+    falls = getattr(training, "capacity_steps", 0)
+    falling = min(falls, steps) if training.model.routed else 0
+    shares = (capacity(training.model.capacity, step, falls) for step in range(falling))
     dearer = sum(training_flops(replace(training.model, capacity=share)) for share in shares)
     per_token = dearer + training_flops(training.model) * (steps - falling)
-    return per_token * training.batch * training.model.context
+    return float(per_token * training.batch * training.model.context)
 
 
-def _steps(training: TrainConfig, budget: float) -> tuple[int, float]:
+def _steps(training: Any, budget: float) -> tuple[int, float]:
     """The steps whose FLOPs come nearest to the budget, and these FLOPs."""
-    each = total_flops(replace(training, capacity_steps=0), 1)
+    fixed = replace(training, capacity_steps=0) if getattr(training, "capacity_steps", 0) else training
+    each = total_flops(fixed, 1)
     steps = round(budget / each)
     while steps > 1 and total_flops(training, steps) > budget + each / 2:
         steps -= max(1, int((total_flops(training, steps) - budget) / each))
@@ -255,9 +261,10 @@ def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
         raise DepthgateError(f"{what}: lower --parallel, --batch or --budgets")
 
 
-def learning_rate(variant: str, dim: int, scales: Mapping[str, float]) -> float:
+def learning_rate(variant: str, dim: int, scales: Mapping[str, float], images: bool = False) -> float:
     """The rate of a variant at a width, at its own scale or at that for all."""
-    return float(f"{scales.get(variant, _SCALE) * (128 / dim) ** _WIDTH_POWER:.3g}")
+    scale = scales.get(variant, _SCALE_OF_IMAGES if images else _SCALE)
+    return float(f"{scale * (128 / dim) ** _WIDTH_POWER:.3g}")
 
 
 def best_rate(losses: Mapping[float, float]) -> float:

@@ -32,10 +32,12 @@ from depthgate.view.page import Html, kind_of, line_chart, routed_text
 from depthgate.view.routes import held_out_tokens, read
 from depthgate.view.runs import curve as metric_curve
 from depthgate.view.runs import read_runs
+from depthgate.vit import ViT
 
 TITLE = "depthgate isoflop: models at equal training FLOPs"
 BEST = "best"  # a link in the demo's folder
 _LOSS = "causal loss, nats per token"
+_ERROR = "error on held-out images, percent"
 # Columns of the tables: heading -> name in a row.
 _SHAPE = {
     **{"variant": "variant", "budget": "budget", "layers": "layers", "width": "dim", "parameters": "params"},
@@ -46,6 +48,11 @@ _CELL = {
     **{"bits per byte": "bits_per_byte", "tokens in routed layers": "routed_share"},
     **{"experts per token": "experts_per_token", "layers": "layers", "width": "dim"},
     **{"parameters": "params", "tokens": "tokens", "lr": "lr", "seed": "seed", "seconds": "seconds"},
+}
+_IMAGE_CELL = {
+    **{"variant": "variant", "budget": "budget", "error, percent": "loss_causal", "loss, nats": "loss"},
+    **{"calibration error": "calibration_error", "layers": "layers", "width": "dim", "parameters": "params"},
+    **{"images": "images", "lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _BEST = {
     **{"variant": "variant", "budget": "budget", "best loss": "loss", "95% interval": "loss_interval"},
@@ -108,10 +115,14 @@ def _speed(study: Study) -> float:
     if not math.isnan(known) or (study.device == "cuda" and not torch.cuda.is_available()):
         return known
     model = study.cells[len(study.cells) // 2].training.model
-    net = Decoder(model).to(study.device)
-    tokens = torch.randint(model.vocab, (1, model.context), device=study.device)
-    step = {"step": lambda: torch.autograd.backward(net.loss(tokens, tokens)[0])}
-    return training_flops(model) * model.context / min(interleaved(step, 3, 1, study.device)["step"])
+    if study.config.images:
+        vit, pixels = ViT(model).to(study.device), torch.randn(1, model.channels, *model.size, device=study.device)
+        step = {"step": lambda: torch.autograd.backward(vit(pixels).logits.sum())}
+    else:
+        net = Decoder(model).to(study.device)
+        tokens = torch.randint(model.vocab, (1, model.context), device=study.device)
+        step = {"step": lambda: torch.autograd.backward(net.loss(tokens, tokens)[0])}
+    return training_flops(model) * float(model.context) / min(interleaved(step, 3, 1, study.device)["step"])
 
 
 def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = None) -> None:
@@ -123,20 +134,25 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
     sentences = compared(curves) if one_size else [*verdict, *advice(curves, rows)]
+    label, columns, about = _LOSS, _CELL, "study_cells"
+    if study.config.images:
+        label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
+        sentences = [_of_images(sentence) for sentence in sentences]
     names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
     writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
     said = pages.join([pages.paragraph(sentence) for sentence in sentences])
-    table = _table(rows, _CELL, turned=one_size)
-    cells, trained = pages.table(*table, pages.fill("study_cells")), _trained(study)
+    table = _table(rows, columns, turned=one_size)
+    cells, trained = pages.table(*table, pages.fill(about)), _trained(study)
     sections: dict[str, object] = {"": pages.join([Html(f'<div class="verdict">{said}</div>'), lead or ""])}
     training = trained.pop("training", "")
-    sections |= {"Results": pages.row([cells, training])} if one_size else _fitted(curves, best, training)
+    fitted = {} if one_size else _fitted(curves, best, label, pages.fill(about), training)
+    sections |= fitted or {"Results": pages.row([cells, training])}
     sections |= trained | ({} if one_size else {"All cells": cells}) | {"How this was made": _making(study)}
     replace(out / "results.csv", results.getvalue())
     replace(out / "report.html", pages.page(title, sections))
-    pictures = [] if one_size else _pictures(out, curves)
+    pictures = [] if one_size else _pictures(out, curves, label)
     if as_json:
         told, checked = ([{n: _finite(x) for n, x in asdict(v).items()} for v in each] for each in (found, checks))
         report = {"cells": len(rows), "best": best, "verdicts": told, "calibration": checked, "rows": rows}
@@ -144,6 +160,14 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         return
     print_table(*(table if one_size else _table(best, _BEST)))
     print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
+
+
+def _of_images(sentence: str) -> str:
+    """A sentence on losses as one on errors."""
+    words = {"causal loss": "error", "nats per token": "percent", "loss": "error"}
+    for word, other in words.items():
+        sentence = sentence.replace(word, other)
+    return sentence
 
 
 def compared(curves: Sequence[Curve]) -> list[str]:
@@ -235,9 +259,11 @@ def _summary(curve: Curve) -> Row:
     return found if curve.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
 
 
-def _fitted(curves: Sequence[Curve], best: Sequence[Row], training: object = "") -> dict[str, object]:
-    """The sections with fitted curves."""
-    charts: list[object] = [_chart(budget, curves) for budget in sorted({c.budget for c in curves})]
+def _fitted(
+    curves: Sequence[Curve], best: Sequence[Row], label: str = _LOSS, cells: object = "", training: object = ""
+) -> dict[str, object]:
+    """The sections with fitted curves; `label` is what they are of."""
+    charts: list[object] = [_chart(budget, curves, label) for budget in sorted({c.budget for c in curves})]
     names = dict.fromkeys(curve.variant for curve in curves)
     known = {name: [c for c in curves if c.variant == name and c.bracketed] for name in names}
     lines = {name: [(c.budget, c.loss) for c in of] for name, of in known.items()}
@@ -245,22 +271,22 @@ def _fitted(curves: Sequence[Curve], best: Sequence[Row], training: object = "")
         which = "The lowest point of each fitted curve that is bracketed on both sides, with its interval of 95%."
         minima = {f"{n}, best": [(c.budget, c.loss, None, c.loss_interval) for c in of] for n, of in known.items()}
         look: Any = {"kinds": [*map(kind_of, names)], "marks": minima, "axis": "log_x"}
-        charts.append(line_chart("Best loss", which, lines, "training FLOPs", _LOSS, **look))
-    about = pages.fill("study_best", cells=pages.fill("study_cells"))
+        charts.append(line_chart("The lowest of each", which, lines, "training FLOPs", label, **look))
+    about = pages.fill("study_best", cells=cells)
     return {
         "Loss against parameters and FLOPs": pages.row([*charts, training]),
         "The best of each variant": pages.table(*_table(best, _BEST), about),
     }
 
 
-def _chart(budget: float, curves: Sequence[Curve]) -> Html:
+def _chart(budget: float, curves: Sequence[Curve], label: str) -> Html:
     mine = [curve for curve in curves if curve.budget == budget]
     lines, marks = {c.variant: c.line() for c in mine}, {f"{c.variant}, cells": c.points for c in mine}
     sure = [(c.params, c.loss, c.params_interval, c.loss_interval) for c in mine]
     minima = {f"{c.variant}, best": [at] if c.bracketed else [] for c, at in zip(mine, sure, strict=True)}
     about = "Lines: the fitted parabolas. Dots: one for each cell. Rings: the minima, with intervals of 95%."
     look: Any = {"kinds": [kind_of(c.variant) for c in mine], "marks": marks | minima, "axis": "log_x"}
-    return line_chart(f"{short_flops(budget)} FLOPs", about, lines, "parameters", _LOSS, **look)
+    return line_chart(f"{short_flops(budget)} FLOPs", about, lines, "parameters", label, **look)
 
 
 def _making(study: Study) -> Html:
@@ -289,6 +315,8 @@ def _trained(study: Study) -> dict[str, object]:
     try:
         if best:
             sections["training"] = _training_chart(best)
+        if study.config.images:
+            return sections
         if study.config.samples and best:
             sections["What the best model wrote"] = _text(study, next(iter(best.values())), wrote=True)
         if routed:
@@ -326,10 +354,10 @@ def _text(study: Study, row: Row, wrote: bool) -> Html:
     return pages.fill("study_wrote" if wrote else "study_routed", cell=row, **said)
 
 
-def _pictures(out: Path, curves: Sequence[Curve]) -> list[str]:
+def _pictures(out: Path, curves: Sequence[Curve], label: str) -> list[str]:
     """Draw the curves for papers."""
     try:
-        figure = study_figure(curves, _LOSS, short_flops)
+        figure = study_figure(curves, label, short_flops)
     except DepthgateError as error:
         print(f"no pictures for papers: {error}", file=sys.stderr)
         return []

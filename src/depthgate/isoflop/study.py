@@ -18,6 +18,7 @@ from typing import Any
 from depthgate.checkpoint import store as checkpoint
 from depthgate.data import sources
 from depthgate.data.batches import Packed
+from depthgate.data.images import Shuffled, open_images
 from depthgate.data.token_file import prepare
 from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
 from depthgate.device import resolve_device
@@ -53,7 +54,12 @@ class Study:
         self.options |= {"budgets": config.budget_list, "context": config.tokens_in_sequence}
         self.options |= dict(zip(("tokenizer", "vocab"), config.tokens, strict=True))
         self.options["measured"] = config.most_measured
-        for name in _TEXTS:
+        if config.images:
+            train, _ = open_images(config.data)
+            _, channels, *size = train.pixels.shape
+            self._seen = {"image": "x".join(map(str, size)), "channels": channels, "classes": len(train.names)}
+            self.options["data_hash"] = Shuffled(train, 1).fingerprint()
+        for name in _TEXTS if not config.images else ():
             text = getattr(config, name)
             self.options[f"{name}_hash"] = text and sources.fingerprint(text)
         recorded = self._recorded()
@@ -71,6 +77,10 @@ class Study:
 
     def _plan(self) -> None:
         """Set the grid and its cells, from the tokenizer and the learning rates as far as they are known."""
+        if self.config.images:
+            self.grid = Grid(self.config, "", self._seen, self.device, self._rates())
+            self.cells = self.grid.cells()
+            return
         name, vocab = self.config.tokens
         if name != "bpe" or (self.out / TOKENIZER / "tokenizer.json").exists():
             vocab = self._tokenizer().vocab
@@ -140,8 +150,9 @@ class Study:
 
     def run(self) -> None:
         """Run every cell that is missing."""
-        shards = prepare(self.config.data, self._tokenizer(), self.config.validation)
-        Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
+        if not self.config.images:
+            shards = prepare(self.config.data, self._tokenizer(), self.config.validation)
+            Packed(shards.train, self.config.tokens_in_sequence)  # an error where the text is too short
         if self.config.lr_sweep:
             self._sweep()
         self._plan()  # the tokenizer and the rates are known now
@@ -202,7 +213,8 @@ class Study:
                     self._keep([outcome], cells)
                     waiting = [each.flops for name, each in missing.items() if name not in rows]
                     left = sum(waiting) / speed(rows.values()) / max(1, min(self.at_once, len(waiting)))
-                    found = f"causal loss {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
+                    what = "error in percent" if self.config.images else "causal loss"
+                    found = f"{what} {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
                     say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; about {duration(left)} left")
         return list(rows.values())
 
