@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is loaded: threads that spin starve shared cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # no processes that load torch to compile a few kernels
 
 import torch
 

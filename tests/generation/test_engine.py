@@ -74,7 +74,7 @@ def requests(draw):
     return prompt, options, draw(st.integers(0, 6)), draw(st.one_of(st.none(), st.integers(0, 12)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.lists(requests(), min_size=1, max_size=6),
