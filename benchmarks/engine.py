@@ -26,6 +26,7 @@ from depthgate.model import Decoder
 from depthgate.recipes import train_config
 
 _PAGE = 256
+_NEW = 8  # steps after which tokens are drawn anew: greedy ones of random weights soon repeat
 
 
 def _model(name: str, config: argparse.Namespace, **changes: Any) -> Decoder:
@@ -132,7 +133,8 @@ def _timed(model: Decoder, batch: int, context: int, config: argparse.Namespace)
             rows.lengths.copy_(lengths)
             rows.pos.fill_(context)
             begun = _now(config)
-        rows.token.random_(model.config.vocab)  # greedy tokens of random weights would soon repeat
+        if step % _NEW == 0:
+            rows.token.random_(model.config.vocab)
         rows.step(used, None)
     mean = (_now(config) - begun) * 1e3 / config.steps
     grown = (rows.lengths - lengths)[1:].float()

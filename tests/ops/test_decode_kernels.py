@@ -113,25 +113,33 @@ def test_decisions_and_both_ends_of_a_step(total):
             strict=True,
         ):
             near(mine, theirs)
-        logits, finite = torch.randn(total, 30).round(), torch.zeros(2, total, dtype=torch.int32)
+        logits, turns = torch.randn(total, 30).round(), torch.zeros(total).int()
         logits[0, 7] = (float("nan"), float("inf"), 0.0)[live - 1 if live < 3 else 2]
-        turns = torch.zeros(total).int()
-        mine, theirs = (each.likeliest(logits, f, turns) for each, f in zip((kernels, decode), finite, strict=True))
-        assert not turns.any()
-        assert torch.equal(*finite)
-        assert torch.equal(mine[finite[0] > 0], theirs[finite[0] > 0])
         old = [token, pos, pos + 1, torch.arange(4 * total).view(4, total).int(), torch.zeros(total, 30).bool()]
         new, record = torch.randint(30, (total,)), torch.randint(2, (5, total)).int()
         for alive in (total, 0):
-            ring = torch.zeros(3, 5 * total).int(), torch.tensor(4)
-            ours, theirs = ([each.clone() for each in (record, *ring, *old)] for _ in range(2))
-            kernels.finish(new, torch.tensor(alive, dtype=torch.int32), *ours)
-            if alive:
-                decode.finish(new, alive, *theirs)
-                assert theirs[1][1].view(5, total)[0].tolist() == new.tolist()
-            assert all(map(torch.equal, ours[1:2], theirs[1:2]))
-            assert all(map(torch.equal, ours[3:], theirs[3:]))
-            assert int(ours[2]) == 5
+            ring, living = (torch.zeros(3, 5 * total).int(), torch.tensor(4)), torch.tensor(alive, dtype=torch.int32)
+            for greedy in (True, False):
+                ours, theirs = ([each.clone() for each in (record, *ring, *old)] for _ in range(2))
+                if greedy:
+                    mine = kernels.finish_likeliest(logits, turns, living, *ours)
+                else:
+                    kernels.finish(new, living, *ours)
+                if alive and greedy:
+                    tokens = decode.finish_likeliest(logits, turns, alive, *theirs)
+                    finite = theirs[0][1] > 0
+                    assert torch.equal(mine[finite], tokens[finite])
+                    assert torch.equal(finite, logits.amax(-1).isfinite())
+                    for each in (ours, theirs):  # where logits are not finite some token is taken
+                        each[1].view(3, 5, total)[1, 0, ~finite] = each[3][~finite] = 0
+                        each[-1][~finite] = False
+                elif alive:
+                    decode.finish(new, alive, *theirs)
+                    assert theirs[1][1].view(5, total)[0].tolist() == new.tolist()
+                assert all(map(torch.equal, ours[1:2], theirs[1:2]))
+                assert all(map(torch.equal, ours[3:], theirs[3:]))
+                assert int(ours[2]) == 5
+                assert not turns.any()
 
 
 CASES = [("dense", "scores"), ("dense,mod", "threshold"), ("dense,mod", "predictor"), ("dense,random", "scores")]

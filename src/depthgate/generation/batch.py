@@ -30,7 +30,7 @@ from depthgate.ops.decode import (
     chosen_rows,
     decide,
     finish,
-    likeliest,
+    finish_likeliest,
     linear,
     routed_layer,
     tile_of,
@@ -256,14 +256,14 @@ class Batch:
             if len(rows.places):
                 self._add_update(n, x, rows, gates, cos, sin)
         logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
+        state = record, self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         if any(used):
             numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
             tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
             record[1] = logits.amax(-1).isfinite()
+            finish(tokens, self.alive, *state)
         else:
-            tokens = likeliest(logits, record[1], self.turns)
-        state = self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
-        finish(tokens, self.alive, record, *state)
+            tokens = finish_likeliest(logits, self.turns, self.alive, *state)
         return likely(logits, tokens, top)
 
     def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:

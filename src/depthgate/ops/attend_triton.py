@@ -194,23 +194,22 @@ def _join(
     join_part(tl.program_id(0), part, sums, out, real, D, SPLITS, tl.program_id(1) * WIDE, WIDE)
 
 
-ENTRIES = 64  # of a tile
 AHEAD = 16  # largest tile of products with which a split's first entries are read before the wait
 NEAR = 64  # entries of a split that are brought near before it, with larger ones
 _COLUMNS = 32  # of a head that a program joins
 
 
-def sizes(heads: Any, pages: Any, splits: int) -> dict[str, int]:
-    """Sizes that the kernels of a layer are compiled for."""
+def sizes(heads: Any, pages: Any, splits: int, rows: int) -> dict[str, int]:
+    """Sizes that the kernels of a layer are compiled for, with tiles of so many rows in its products."""
     H, G, d, size = heads.heads, heads.kv_heads, heads.dim, pages.kv.shape[3]
-    tile = {"BH": max(16, triton.next_power_of_2(H // G)), "BS": min(size, ENTRIES)}
+    tile = {"BH": max(16, triton.next_power_of_2(H // G)), "BS": min(size, 128 if rows == 16 else 64)}
     return {"H": H, "G": G, "D": d, "SIZE": size, "SPLITS": splits, "BD": max(32, triton.next_power_of_2(d)), **tile}
 
 
 def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: Any, splits: int) -> Tensor:
     """`decode.attend`, by `splits` programs for each row and head of keys."""
     B, H, d = len(rows.places), heads.heads, heads.dim
-    how, known = overlaps(qkv.device), sizes(heads, pages, splits)
+    how, known = overlaps(qkv.device), sizes(heads, pages, splits, rows.tile)
     part = torch.empty(B * H * splits, d, dtype=torch.float32, device=qkv.device)
     sums = torch.empty(B * H * splits, 2, dtype=torch.float32, device=qkv.device)
     out = qkv.new_empty(B, H * d)
@@ -218,7 +217,7 @@ def attend(qkv: Tensor, rows: Any, cos: Tensor, sin: Tensor, heads: Any, pages: 
         qkv, rows.places, rows.many, cos, sin, heads.q_norm, heads.k_norm, eps_of(qkv, heads.eps),
         pages.kv, pages.kv.stride(0), pages.table, pages.table.stride(0), pages.lengths, pages.last_key, part,
         sums, d**-0.5,
-        SURE=rows.sure, AHEAD=rows.tile <= AHEAD, NEAR=NEAR, num_warps=4, **known, **how,
+        SURE=rows.sure, AHEAD=rows.tile <= AHEAD, NEAR=NEAR, num_warps=4, num_stages=2, **known, **how,
     )  # fmt: skip
     grid = (B * H, triton.cdiv(d, _COLUMNS))
     small = {"H": H, "D": d, "SPLITS": splits, "SURE": rows.sure, "WIDE": _COLUMNS}

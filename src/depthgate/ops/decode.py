@@ -93,16 +93,6 @@ def begin(
     return F.rms_norm(x, x.shape[-1:]) if normed else x, cos[pos], sin[pos]
 
 
-def likeliest(logits: Tensor, finite: Tensor, turns: Tensor) -> Tensor:
-    """The first of the largest of each row, (B, V) -> (B,). `finite` (B,) gets 0 where the logits have NaN or +inf, or
-    no finite number: there it is some id in range. A kernel counts in `turns` (B,), which are 0."""
-    if by_kernels(logits):
-        return kernels().likeliest(logits, finite, turns)  # type: ignore[no-any-return]
-    tokens = logits.argmax(-1)  # NaN is larger than all
-    finite.copy_(logits.gather(1, tokens[:, None])[:, 0].isfinite())
-    return tokens
-
-
 def finish(
     tokens: Tensor,
     live: Tensor,
@@ -131,6 +121,31 @@ def finish(
     lengths[1:] += record[2:]
     for each in (steps, pos, drawn, lengths[0]):
         each += 1
+
+
+def finish_likeliest(
+    logits: Tensor,
+    turns: Tensor,
+    live: Tensor,
+    record: Tensor,
+    ring: Tensor,
+    steps: Tensor,
+    token: Tensor,
+    pos: Tensor,
+    drawn: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+) -> Tensor:
+    """`finish` with the first of the largest of each row of logits (B, V), which are returned. The second row of
+    `record` gets 0 where the logits have NaN or +inf, or no finite number: there it is some id in range. A kernel
+    counts in the first of `turns`, which is 0."""
+    state = ring, steps, token, pos, drawn, lengths, seen
+    if by_kernels(logits):
+        return kernels().finish_likeliest(logits, turns, live, record, *state)  # type: ignore[no-any-return]
+    tokens = logits.argmax(-1)  # NaN is larger than all
+    record[1] = logits.gather(1, tokens[:, None])[:, 0].isfinite()
+    finish(tokens, live, record, *state)
+    return tokens
 
 
 def linear(

@@ -23,7 +23,7 @@ from depthgate.ops.linear_triton import (
     wait_for_those_before,
 )
 
-__all__ = ["add_linear", "attend", "begin", "decide", "finish", "likeliest", "linear", "routed_layer"]
+__all__ = ["add_linear", "attend", "begin", "decide", "finish", "finish_likeliest", "linear", "routed_layer"]
 
 _PARTS = 8  # of a row of logits, for the likeliest token
 _EPS = torch.finfo(torch.float32).eps  # of a router's norm
@@ -62,60 +62,16 @@ def begin(
 
 
 @triton.jit
-def _likeliest(
-    logits, tokens, finite, tops, ids, turns, V, PARTS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    b = tl.program_id(0)
-    part = tl.program_id(1)
-    let_next_begin(PDL)
-    wait_for_those_before(PDL)
-    best = tl.full((BV,), -float("inf"), tl.float32)
-    where = tl.zeros((BV,), tl.int32)
-    each = tl.cdiv(V, PARTS)
-    for start in range(part * each, tl.minimum(part * each + each, V), BV):
-        v = start + tl.arange(0, BV)
-        x = tl.load(logits + b.to(tl.int64) * V + v, v < tl.minimum(part * each + each, V), other=-float("inf"))
-        x = tl.where(x == x, x, float("inf"))  # NaN is larger than all
-        where = tl.where(x > best, v, where)
-        best = tl.maximum(best, x)
-    top = tl.max(best, 0)
-    tl.store(tops + b * PARTS + part, top)
-    tl.store(ids + b * PARTS + part, tl.min(tl.where(best == top, where, V - 1), 0))
-    tl.debug_barrier()
-    if tl.atomic_add(turns + b, 1) < PARTS - 1:
-        return
-    tl.store(turns + b, 0)
-    each_top = tl.load(tops + b * PARTS + tl.arange(0, PARTS), cache_modifier=".cg")
-    each_id = tl.load(ids + b * PARTS + tl.arange(0, PARTS), cache_modifier=".cg")
-    top = tl.max(each_top, 0)
-    tl.store(tokens + b, tl.min(tl.where(each_top == top, each_id, V - 1), 0).to(tl.int64))
-    tl.store(finite + b, (tl.abs(top) < float("inf")).to(tl.int32))
-
-
-def likeliest(logits: Tensor, finite: Tensor, turns: Tensor) -> Tensor:
-    """`decode.likeliest`."""
-    B, V, device = *logits.shape, logits.device
-    tokens = torch.empty(B, dtype=torch.int64, device=device)
-    tops, ids = torch.empty(B, _PARTS, device=device), torch.empty(B, _PARTS, dtype=torch.int32, device=device)
-    how = {"PARTS": _PARTS, "BV": min(triton.next_power_of_2(triton.cdiv(V, _PARTS)), 4096), **overlaps(device)}
-    _likeliest[(B, _PARTS)](logits, tokens, finite, tops, ids, turns, V, num_warps=8, **how)
-    return tokens
-
-
-@triton.jit
-def _finish(
-    tokens, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size,
-    L: tl.constexpr, RING: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+def _write_down(
+    new, finite, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size,
+    L: tl.constexpr, RING: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, BB)
-    let_next_begin(PDL)
-    wait_for_those_before(PDL)
     there = b < tl.load(live)
     step = tl.load(steps)
     place = ring + (step % RING) * size + b
-    new = tl.load(tokens + b, there, other=0)
     tl.store(place, new.to(tl.int32), there)
-    tl.store(place + B, tl.load(record + B + b, there, other=0), there)
+    tl.store(place + B, finite, there)
     tl.store(token + b, new, there)
     tl.store(seen + b.to(tl.int64) * V + new, 1, there)
     tl.store(pos + b, tl.load(pos + b, there, other=0) + 1, there)
@@ -128,6 +84,66 @@ def _finish(
         tl.store(place + (2 + n) * B, entered, there)
     tl.debug_barrier()
     tl.store(steps, step + 1)
+
+
+@triton.jit
+def _finish(
+    tokens, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size,
+    L: tl.constexpr, RING: tl.constexpr, BB: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, BB)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
+    new = tl.load(tokens + b, b < B, other=0)
+    finite = tl.load(record + B + b, b < B, other=0)
+    _write_down(
+        new, finite, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size, L, RING, BB
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_likeliest(
+    logits, tokens, tops, ids, turns, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size,
+    L: tl.constexpr, RING: tl.constexpr, BB: tl.constexpr, PARTS: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    part = tl.program_id(1)
+    let_next_begin(PDL)
+    wait_for_those_before(PDL)
+    best = tl.full((BV,), -float("inf"), tl.float32)
+    where = tl.zeros((BV,), tl.int32)
+    each = tl.cdiv(V, PARTS)
+    for start in range(part * each, tl.minimum(part * each + each, V), BV):
+        v = start + tl.arange(0, BV)
+        x = tl.load(logits + row.to(tl.int64) * V + v, v < tl.minimum(part * each + each, V), other=-float("inf"))
+        x = tl.where(x == x, x, float("inf"))  # NaN is larger than all
+        where = tl.where(x > best, v, where)
+        best = tl.maximum(best, x)
+    top = tl.max(best, 0)
+    tl.store(tops + row * PARTS + part, top)
+    tl.store(ids + row * PARTS + part, tl.min(tl.where(best == top, where, V - 1), 0))
+    tl.debug_barrier()
+    if tl.atomic_add(turns, 1) < tl.num_programs(0) * PARTS - 1:
+        return
+    tl.store(turns, 0)  # the last program has what all of them found
+    b = tl.arange(0, BB)
+    at = b[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+    each_top = tl.load(tops + at, (b < B)[:, None], other=0.0, cache_modifier=".cg")
+    each_id = tl.load(ids + at, (b < B)[:, None], other=0, cache_modifier=".cg")
+    highest = tl.max(each_top, 1)
+    new = tl.min(tl.where(each_top == highest[:, None], each_id, V - 1), 1).to(tl.int64)
+    finite = (tl.abs(highest) < float("inf")).to(tl.int32)
+    tl.store(tokens + b, new, b < B)
+    _write_down(
+        new, finite, live, record, ring, steps, token, pos, drawn, lengths, seen, B, stride, V, size, L, RING, BB
+    )  # fmt: skip
+
+
+def _written(record: Tensor, ring: Tensor, lengths: Tensor, seen: Tensor) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Numbers and sizes of a step that is written down."""
+    B, L = record.shape[1], len(record) - 2
+    sizes = {"L": L, "RING": len(ring), "BB": triton.next_power_of_2(B), **overlaps(record.device)}
+    return (B, lengths.stride(0), seen.stride(0), ring.stride(0)), sizes
 
 
 def finish(
@@ -143,10 +159,33 @@ def finish(
     seen: Tensor,
 ) -> None:
     """`decode.finish`."""
-    B, marks = len(tokens), seen.view(torch.int8)
-    how = {"L": len(record) - 2, "RING": len(ring), "BB": triton.next_power_of_2(B), **overlaps(tokens.device)}
-    strides = lengths.stride(0), marks.stride(0), ring.stride(0)
-    _finish[(1,)](tokens, live, record, ring, steps, token, pos, drawn, lengths, marks, B, *strides, **how)
+    numbers, how = _written(record, ring, lengths, seen)
+    marks = seen.view(torch.int8)
+    _finish[(1,)](tokens, live, record, ring, steps, token, pos, drawn, lengths, marks, *numbers, **how)
+
+
+def finish_likeliest(
+    logits: Tensor,
+    turns: Tensor,
+    live: Tensor,
+    record: Tensor,
+    ring: Tensor,
+    steps: Tensor,
+    token: Tensor,
+    pos: Tensor,
+    drawn: Tensor,
+    lengths: Tensor,
+    seen: Tensor,
+) -> Tensor:
+    """`decode.finish_likeliest`. The last of the programs that look for the largest writes the step down."""
+    B, V, device = *logits.shape, logits.device
+    tokens = torch.empty(B, dtype=torch.int64, device=device)
+    tops, ids = torch.empty(B, _PARTS, device=device), torch.empty(B, _PARTS, dtype=torch.int32, device=device)
+    numbers, how = _written(record, ring, lengths, seen)
+    how |= {"PARTS": _PARTS, "BV": min(triton.next_power_of_2(triton.cdiv(V, _PARTS)), 4096), "num_warps": 8}
+    state = live, record, ring, steps, token, pos, drawn, lengths, seen.view(torch.int8)
+    _finish_likeliest[(B, _PARTS)](logits, tokens, tops, ids, turns, *state, *numbers, **how)
+    return tokens
 
 
 @triton.jit
@@ -313,6 +352,6 @@ def routed_layer(
         pages.table.stride(0), pages.lengths, pages.last_key, part, sums, heads.dim**-0.5, joined,
         layer.out, attended, up_norm[0], layer.up, hidden, up_norm[1], layer.down, _EPS, len(layer.qkv), K, KU,
         K=K, KH=KH, KU=KU, NORMED=normed, GATE=gate, BK=triton.next_power_of_2(K), BN=8,
-        BW=triton.next_power_of_2(min(K, 4096 // itemsize)), num_warps=8, **sizes(heads, pages, splits), **how,
+        BW=triton.next_power_of_2(min(K, 4096 // itemsize)), num_warps=8, **sizes(heads, pages, splits, 1), **how,
         **overlaps(x.device),
     )  # fmt: skip

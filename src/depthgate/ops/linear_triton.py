@@ -77,7 +77,7 @@ def one_row(
     part, w, w2, x, add, weight, norm, gate, out, eps, N,
     K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """A part of the product of a row: the first weights are there, and the next ones are read ahead."""
+    """A part of the product of a row: the first weights are there, and what comes later is read ahead."""
     n = part * BN + tl.arange(0, BN)
     k = tl.arange(0, BK)
     place = weight + n[:, None].to(tl.int64) * K + k[None, :]
@@ -86,11 +86,16 @@ def one_row(
     total = tl.zeros((BN, BK), tl.float32)
     total2 = tl.zeros((BN, BK), tl.float32)
     squares = tl.zeros((BK,), tl.float32)
+    x_next = tl.load(x + k, k < K, other=0.0)
+    if SCATTER:
+        before = tl.load(out + n, n < N, other=0.0).to(tl.float32)
+        added = tl.load(add + n, n < N, other=0.0).to(tl.float32)
     for start in range(0, K, BK):
         at = start + k
         later = col & (at + BK < K)[None, :]
         w_next = tl.load(place + start + BK, later, other=0.0)
-        v = tl.load(x + at, at < K, other=0.0).to(tl.float32)
+        v = x_next.to(tl.float32)
+        x_next = tl.load(x + at + BK, at + BK < K, other=0.0)
         if not SCATTER and add is not None:
             v += tl.load(add + at, at < K, other=0.0).to(tl.float32)
         if norm is not None:
@@ -111,10 +116,10 @@ def one_row(
     if GLU:
         y = y * tl.sigmoid(y) * y2
     if SCATTER:
-        y += tl.load(add + n, n < N, other=0.0).to(tl.float32)
+        y += added
         if gate is not None:
             y *= gate
-        y += tl.load(out + n, n < N, other=0.0).to(tl.float32)
+        y += before
     tl.store(out + n, y.to(out.dtype.element_ty), n < N)
 
 
@@ -188,6 +193,14 @@ def _some_rows(
     else:
         total = tl.zeros((BM, BN), tl.float32)
         total2 = tl.zeros((BM, BN), tl.float32)
+    real = (m < count)[:, None] & (n < N)[None, :]
+    at = m[:, None].to(tl.int64) * N + n[None, :]
+    if SCATTER:  # read before the product, so that nobody waits for it afterwards
+        to = at
+        if not SURE:
+            to = tl.load(places + m, m < count, other=0)[:, None] * N + n[None, :]
+        before = tl.load(out + to, real, other=0.0)
+        added = tl.load(add + at, real, other=0.0)
     for start in range(begin, tl.minimum(begin + PER, K), BK):
         if weight_tiles is not None:
             v = x_tiles.load([first, start])
@@ -211,8 +224,6 @@ def _some_rows(
     if TURNED:
         total = tl.trans(total)
         total2 = tl.trans(total2)
-    real = (m < count)[:, None] & (n < N)[None, :]
-    at = m[:, None].to(tl.int64) * N + n[None, :]
     if SPLITS > 1:  # the last of the programs that share a tile adds up what they found, always in one order
         size = B.to(tl.int64) * N
         mine = part + tl.program_id(2) * size * (1 + GLU) + at
@@ -234,11 +245,11 @@ def _some_rows(
     if GLU:
         total = total * tl.sigmoid(total) * total2
     if SCATTER:
-        total += tl.load(add + at, real, other=0.0).to(tl.float32)
+        total += added.to(tl.float32)
         if gates is not None:
             total *= tl.load(gates + m, m < count, other=0.0)[:, None]
-        at = tl.load(places + m, m < count, other=0)[:, None] * N + n[None, :]
-        total += tl.load(out + at, real, other=0.0).to(tl.float32)
+        total += before.to(tl.float32)
+        at = to
     tl.store(out + at, total.to(out.dtype.element_ty), real)
 
 
@@ -246,7 +257,9 @@ def _shape(tile: int, N: int, K: int, glu: bool, itemsize: int) -> dict[str, int
     """Shape of a program's tile: enough bytes under way in as many programs as there are processors. By measurements on
     an H200, docs/decisions/012."""
     if tile == 1:
-        return {"BN": 4, "BK": min(triton.next_power_of_2(K), 4096 // itemsize), "num_warps": 4}
+        shape = {"BN": 4, "BK": min(triton.next_power_of_2(K), 4096 // itemsize), "num_warps": 8 if glu else 4}
+        # Two rows of weights and few registers, so that all programs of a long product run at the same time.
+        return shape | ({"BN": 2, "maxnreg": 64} if shape["BK"] < K else {})
     few = tile == 16
     shape = {"BM": tile, "BN": 64, "BK": 128, "TURNED": few, "SPLITS": 1, "num_warps": 4, "num_stages": 4}
     if itemsize == 4:
