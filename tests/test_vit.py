@@ -8,6 +8,7 @@ from depthgate.device import count_flops
 from depthgate.errors import InvalidValueError
 from depthgate.flops import vit_cost
 from depthgate.layers import MoD
+from tests import vision
 from tests.conftest import close
 
 SMALL = {"image": "8x12", "patch": "4x2", "dim": 16, "layers": 4, "heads": 2, "experts": 6, "classes": 5, "slots": 2}
@@ -110,3 +111,57 @@ def test_bad_input_is_named(call, says):
     with pytest.raises(InvalidValueError) as error:
         call()
     assert says in str(error.value)
+
+
+def of_transformers():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return ViTForImageClassification(ViTConfig(**sizes, image_size=12, patch_size=4, num_labels=3)).eval()
+
+
+def of_timm(**more):
+    sizes = {"img_size": (8, 12), "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    return vision.package("timm").models.VisionTransformer(**sizes, **more).eval()
+
+
+THEIRS = {
+    "transformers": of_transformers,
+    "timm": of_timm,
+    "timm, mean": lambda: of_timm(global_pool="avg"),
+    "timm, registers": lambda: of_timm(reg_tokens=2, no_embed_class=True),
+}
+
+
+@pytest.mark.parametrize("make", THEIRS.values(), ids=THEIRS.keys())
+def test_a_pretrained_vit_is_opened_and_upcycled(make):
+    """Its logits are the same, and so are they with moe layers and with mod layers of capacity 1."""
+    theirs = make()
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    theirs.double()
+    images = torch.randn(2, 3, *((12, 12) if hasattr(theirs, "config") else (8, 12)), dtype=torch.float64)
+    wanted = theirs(images)
+    wanted = getattr(wanted, "logits", wanted)
+    for changes in ({}, {"pattern": "moe", "experts": 4}, {"pattern": "mod", "capacity": 1.0, "start": 0}):
+        vit = dg.ViT.from_pretrained(theirs, **changes).double()
+        close(vit(images).logits, wanted)
+    assert vit.config.kinds == ("mod", "mod")
+    soft = dg.ViT.from_pretrained(theirs, pattern="soft_moe", experts=4).double()
+    alike = torch.randn(1, 1, 16, dtype=torch.float64).expand(1, 5, 16)
+    dense = dg.ViT.from_pretrained(theirs).double().layers[1].ffn
+    close(soft.layers[1].ffn(alike)[0], dense(alike)[0])  # slots of equal tokens are these tokens
+
+
+def test_models_that_are_not_plain_vits_are_refused(tmp_path):
+    for make, says in (
+        (lambda: torch.nn.Linear(2, 2), "a Linear is not a ViT"),
+        (lambda: of_timm(init_values=0.1), "ls1"),
+        (lambda: str(tmp_path), "is not the folder of an image classifier"),
+    ):
+        with pytest.raises(dg.DepthgateError, match=says):
+            dg.ViT.from_pretrained(make())
+    with pytest.raises(InvalidValueError, match="top_k is 1"):
+        dg.ViT.from_pretrained(of_timm(), pattern="moe", top_k=1)
+    of_transformers().save_pretrained(tmp_path / "vit")
+    assert dg.ViT.from_pretrained(tmp_path / "vit").names == ["LABEL_0", "LABEL_1", "LABEL_2"]

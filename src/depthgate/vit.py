@@ -1,14 +1,16 @@
 """The vision transformer: patches, a pattern of layers, the residual loop, the head; and pretrained ones as a start."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from depthgate.errors import InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, installed
 from depthgate.layers import MLP, MoD, MoE, SoftMoE
 from depthgate.model import Output, generator_of
 from depthgate.ops.rows import plain_positions
@@ -100,6 +102,34 @@ class ViT(nn.Module):
     def from_preset(cls, name: str, **changes: Any) -> Self:
         """A new model of a preset's shape, such as "vit-b16-soft", with other values of ViTConfig if given."""
         return cls(replace(images_config(name).model, **changes))
+
+    @classmethod
+    def from_pretrained(cls, source: Any, **changes: Any) -> Self:
+        """A pretrained ViT of timm or of transformers, a module or the folder of a transformers model, as one of ours.
+        With other values of ViTConfig, such as pattern="moe", it is upcycled: experts start as copies of the MLP, so
+        that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers do for equal tokens."""
+        model = _opened(source) if isinstance(source, str | Path) else source
+        weights, config = _theirs(model)
+        if changes.get("top_k", config.top_k) == 1 and "moe" in changes.get("pattern", "").split(","):
+            raise InvalidValueError(
+                "top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2 or more"
+            )
+        vit = cls(replace(config, **{"expert_hidden": config.hidden, **changes})).to(weights["position"].dtype)
+        for name, tensor in vit.state_dict().items():  # which is written to
+            plain = name.replace(".block.", ".")  # of a mod layer
+            if found := re.fullmatch(r"(.*\.ffn\.)experts\.(up|down)(_bias)?", plain):
+                of_mlp = weights[f"{found[1]}{found[2]}.{'bias' if found[3] else 'weight'}"]
+                tensor.copy_(of_mlp if found[3] else of_mlp.mT)
+            elif plain in weights:
+                tensor.copy_(weights[plain])
+            elif ".router.proj." in name and ".ffn." not in name:
+                tensor.zero_()  # a gate of one
+        cfg = getattr(model, "pretrained_cfg", None) or {}
+        for buffer, value in ((vit.pixel_mean, cfg.get("mean")), (vit.pixel_std, cfg.get("std"))):
+            buffer.copy_(torch.tensor(value or [0.5] * len(buffer)))
+        labels = getattr(getattr(model, "config", None), "id2label", {})
+        vit.names = [str(labels.get(number, number)) for number in range(vit.config.classes)]
+        return vit.eval()
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Normal weights of the variance of nn.Linear's; those that write into the residual smaller; a head of zeros. A
@@ -226,3 +256,80 @@ class ViT(nn.Module):
             part = self._positions(high, wide).view(high, wide, -1)
             room = torch.where(mine[:, None, None, None], F.pad(part, (0, 0, 0, columns - wide, 0, rows - high)), room)
         return room.flatten(1, 2)
+
+
+# Names of weights in timm (first) and in transformers, older and newer, and ours.
+_RENAMED = (
+    (r"patch_embed\.proj\.|embeddings\.patch_embeddings\.projection\.", "patch."),
+    (r"(?:encoder\.layer|layers|blocks)\.(\d+)\.", r"layers.\1."),
+    (r"\.(?:norm1|layernorm_before)\.", ".attention_norm."),
+    (r"\.(?:norm2|layernorm_after)\.", ".ffn_norm."),
+    (r"\.attention\.(?:attention\.)?(?:query|q_proj)\.", ".attention.q."),
+    (r"\.attention\.(?:attention\.)?(?:key|k_proj)\.", ".attention.k."),
+    (r"\.attention\.(?:attention\.)?(?:value|v_proj)\.", ".attention.v."),
+    (r"\.attn\.qkv\.", ".attention.qkv."),
+    (r"\.(?:attn\.proj|attention\.output\.dense|attention\.o_proj)\.", ".attention.out."),
+    (r"\.(?:mlp\.fc1|intermediate\.dense)\.", ".ffn.up."),
+    (r"(\d)\.(?:mlp\.fc2|output\.dense)\.", r"\1.ffn.down."),
+    (r"^(?:layernorm|fc_norm)\.", "norm."),
+    (r"^classifier\.", "head."),
+    (r"^(?:embeddings\.)?(cls_token|reg_token)$|^embeddings\.position_embeddings$|^pos_embed$", r"\1"),
+)
+
+
+def _opened(folder: str | Path) -> nn.Module:
+    """The model of a folder, which nothing is looked for outside of."""
+    found = installed("transformers", "hf").AutoModelForImageClassification
+    try:
+        return found.from_pretrained(str(folder), local_files_only=True)  # type: ignore[no-any-return]
+    except (OSError, ValueError) as error:
+        raise DepthgateError(f"{folder} is not the folder of an image classifier ({str(error)[:100]})") from None
+
+
+def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
+    """The weights of a ViT of timm or transformers by our names, and its configuration."""
+    found: dict[str, Tensor] = {}
+    for theirs, tensor in model.state_dict().items():
+        name = theirs.removeprefix("vit.")
+        for old, new in _RENAMED:
+            name = re.sub(old, new, name)
+        found[name or "position"] = tensor.detach()
+    about, blocks = getattr(model, "config", None), getattr(model, "blocks", None)
+    if "patch.weight" not in found or "head.weight" not in found or (about is None and blocks is None):
+        raise InvalidValueError(f"a {type(model).__name__} is not a ViT of timm or transformers with a head: give one")
+    for name in [name for name in found if ".attention.q." in name]:
+        found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(name.replace(".q.", f".{part}.")) for part in "qkv"])
+    (dim, channels, *patch), position = found["patch.weight"].shape, found["position"][0]
+    found["patch.weight"] = found["patch.weight"].flatten(1)
+    size: Any = about.image_size if about is not None else model.patch_embed.img_size  # type: ignore[union-attr]
+    high, wide = size if isinstance(size, Sequence) else (size, size)
+    patches = (high // patch[0]) * (wide // patch[1])
+    first = [found.pop(name)[0] for name in ("cls_token", "reg_token") if name in found]
+    prefix = torch.cat(first) if first else position[:0]
+    places = position[: len(position) - patches]  # those of tokens before the patches, where they have any
+    found["position"] = position[len(places) :]
+    if len(prefix):
+        found["prefix"] = prefix + F.pad(places, (0, 0, 0, len(prefix) - len(places)))
+    pooling = "class" if about is not None or model.global_pool == "token" else "mean"
+    layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
+    config = ViTConfig(
+        image=f"{high}x{wide}",
+        patch=f"{patch[0]}x{patch[1]}",
+        channels=channels,
+        classes=len(found["head.weight"]),
+        dim=dim,
+        layers=layers,
+        heads=about.num_attention_heads if about is not None else blocks[0].attn.num_heads,  # type: ignore[index]
+        hidden=len(found["layers.0.ffn.up.bias"]),
+        pattern="dense",
+        pooling=pooling,
+        registers=len(prefix) - (pooling == "class"),
+        norm_eps=about.layer_norm_eps if about is not None else blocks[0].norm1.eps,  # type: ignore[index]
+    )
+    with torch.device("meta"):
+        known = ViT(config).state_dict()
+    if unknown := sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})):
+        raise InvalidValueError(
+            f"a {type(model).__name__} with {unknown[0]} is more or less than a plain ViT: give one"
+        )
+    return found, config
