@@ -329,6 +329,7 @@ class ViewConfig(Options):
         None, "file to read; what the run held out, from its start, unless text or prompt is given"
     )
     prompt: str | None = option(None, "text to read, given here")
+    images: str | None = option(None, "folder of images to show with a run of images; held-out ones unless given")
     out: str | None = option(
         None,
         "file of the page; page.html, which replaces a page of before, unless given, or unless a picture is asked for",

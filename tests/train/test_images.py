@@ -1,10 +1,12 @@
 """`depthgate train --task images` from outside: resumed runs, evaluation, pages, and what is refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import depthgate as dg
 from depthgate.cli import main
@@ -78,6 +80,21 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     assert vit.names == ["red", "green"]
     _, images = open_images(data)
     assert (vit(images.pixels).logits.argmax(1) == images.labels).float().mean() == pytest.approx(found["accuracy"])
+    assert "Held-out accuracy" in (run / "report.html").read_text()
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    Image.fromarray(images.pixels[0].permute(1, 2, 0).numpy()).save(folder / "one.png")
+    capsys.readouterr()
+    for given, many in ([], 12), ([f"--images={folder}"], 1):
+        assert main(["view", f"--model={run}", f"--out={tmp_path / 'page.html'}", *given, "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["images"]
+        assert len(shown) == many
+        assert shown[0]["class"] == vit.names[int(vit(images.pixels[:1]).logits.argmax())]
+        page = (tmp_path / "page.html").read_text()
+        assert (page.count('id="image-'), page.count('class="small"')) == (many, many)  # one layer has slots
+        weights = json.loads(re.search(r'id="slots-1-0">(.*?)<', page)[1])["weights"]
+        assert weights[2][:2] == pytest.approx(vit(images.pixels[:1]).plans[0].into[0, :2, 2, 0].tolist(), rel=1e-2)
+    assert main(["view", f"--model={run}", f"--images={tmp_path / 'none'}"]) == 2
     assert main(["generate", f"--model={run}", "--prompt=a"]) == 2
     assert "a run of images" in capsys.readouterr().err
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import depthgate as dg
+from depthgate.view.routes import image_of, plan_decisions
+from depthgate.view.routes_page import images_page
 from tests.view.pages import view_model
 
 GRID = (6, 8)
@@ -55,7 +57,7 @@ def test_weights_that_are_no_numbers_are_said_so(browser, soft, tmp_path):
     dg.view.save_page([soft[0]._replace(dispatching=weights)], tmp_path / "page.html", grid=GRID)
     browser.open(tmp_path / "page.html")
     browser.js("document.querySelector('canvas.small').focus()")
-    assert "weight 0." in browser.text("#slots-0-said")  # the focus reads where it is
+    assert "weight 0" in browser.text("#slots-0-said")  # the focus reads where it is
     browser.press("ArrowRight")
     assert browser.text("#slots-0-said") == "expert 0, slot 0, patch in row 0, column 1: weight not a number"
     assert "47 of the weights are not numbers" in browser.text("main")
@@ -81,4 +83,19 @@ def test_tokens_without_a_grid_are_rows(browser, soft, tmp_path):
     browser.js("document.querySelector('canvas.small').focus()")
     browser.press("ArrowDown", "ArrowDown", "ArrowRight")
     assert browser.text("#slots-0-said").startswith("expert 1, slot 0, token 1: weight")
+    browser.assert_alone()
+
+
+def test_maps_of_several_images_lie_each_over_its_own(browser, soft, tmp_path):
+    shown = []
+    for n in (0, 1):
+        image = torch.zeros(3, 6, 8)
+        image[n] = 1.0  # red, then green
+        shown.append((f"image {n}", plan_decisions(soft, None, GRID), image_of(GRID, 0, image)))
+    (tmp_path / "page.html").write_text(images_page("images", "", shown))
+    browser.open(tmp_path / "page.html")
+    pixel = "document.querySelectorAll('canvas.small')[{}].getContext('2d').getImageData(20, 30, 1, 1).data[{}]"
+    for n in (0, 1):
+        colours = [browser.js(pixel.format(n, colour)) for colour in (0, 1)]
+        assert colours[n] > colours[1 - n]
     browser.assert_alone()

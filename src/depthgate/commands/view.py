@@ -9,17 +9,21 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from depthgate.config import ViewConfig
+from depthgate.data.images import read_folder
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import check_outs, write
-from depthgate.loading import LanguageModel, open_model, text_of
+from depthgate.loading import LanguageModel, images_of, is_of_images, load, open_model, text_of
 from depthgate.view.figures import figure_bytes, plans_figure, runs_figure
-from depthgate.view.page import Html, count, fill, isolated, join, note, short
-from depthgate.view.routes import SHARES, Image, held_out_tokens, read
-from depthgate.view.routes_page import text_page
+from depthgate.view.page import Html, count, fill, isolated, join, note, paragraph, short
+from depthgate.view.routes import SHARES, Decisions, Image, held_out_tokens, image_of, plan_decisions, read
+from depthgate.view.routes_page import images_page, text_page
 from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
 
+_IMAGES = 12  # shown at most
 _GRID = "grid.json"  # every study has one
 
 
@@ -71,6 +75,8 @@ def _study(study: Path, config: ViewConfig) -> str:
 
 def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callable[[], Any], dict[str, Any]]:
     """Makers of the page and of the picture, and figures."""
+    if is_of_images(folder):
+        return _vision(config, folder)
     model = open_model(folder, resolve_device(config.device))
     prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
     if prompt is None:
@@ -93,6 +99,33 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
     }
     make_page = partial(text_page, config.title or f"depthgate view: {name}", join(about), found)
     return make_page, partial(plans_figure, found, Image(), config.title), told
+
+
+@torch.no_grad()
+def _vision(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callable[[], Any], dict[str, Any]]:
+    """The same for a run of images: what its slots hold, and which class it sees."""
+    vit = load(folder).to(resolve_device(config.device))
+    of = vit.config
+    if config.images is not None:
+        names, pixels = read_folder(config.images, of.size, of.channels, _IMAGES)
+    else:
+        held_out = images_of(vit, folder)
+        pixels, labels = held_out.pixels[:_IMAGES], held_out.labels[:_IMAGES].tolist()
+        names = [f"held-out image {n} ({held_out.names[label]})" for n, label in enumerate(labels)]
+    logits, plans = vit(pixels.to(vit.position.device))
+    best = logits.float().softmax(-1).max(-1)
+    classes = [vit.names[number] for number in best.indices.tolist()]
+    routed = [str(i) for i, kind in enumerate(of.kinds) if kind != "dense"]
+    shown = []
+    for n, name in enumerate(names):
+        found = plan_decisions(plans, None, of.grid, n, of.prefix, False, routed) if plans else Decisions(of.layers, [])
+        heading = f"{isolated(short(name))}, taken for {isolated(short(classes[n]))}, {float(best.values[n]):.0%} sure"
+        shown.append((heading, found, image_of(of.grid, of.prefix, pixels[n])))
+    name = isolated(short(folder))
+    about = paragraph(f"{name}: {of.layers} layers, {len(routed)} of them routed, over {count(len(names), 'image')}.")
+    told = {"images": [{"image": a, "class": b} for a, b in zip(names, classes, strict=True)], "layers": routed}
+    make_page = partial(images_page, config.title or f"depthgate view: {name}", about, shown)
+    return make_page, partial(plans_figure, *shown[0][1:], config.title), told
 
 
 def _text(path: str, most: int) -> tuple[str, int]:

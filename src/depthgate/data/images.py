@@ -162,6 +162,17 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
 
 
+def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) -> tuple[list[str], Tensor]:
+    """Names and pixels (N, channels, height, width) of the first images of a folder, whatever their classes."""
+    files = image_files(Path(folder))[:most]
+    if not files:
+        raise DepthgateError(f"images is {folder}, which holds no images: give a folder of some")
+    pixels, _ = _decoded(
+        [(str(path), partial(path.open, "rb")) for path in files], torch.zeros(len(files)), size, False
+    )
+    return [path.name for path in files], pixels if channels == 3 else pixels[:, :channels]
+
+
 def _folder(folder: Path, size: tuple[int, int], skip: bool) -> tuple[Sequence[_Pair], list[str]]:
     train = folder / "train" if (folder / "train").is_dir() else folder
     held_out = next((folder / name for name in _SPLITS if train != folder and (folder / name).is_dir()), None)

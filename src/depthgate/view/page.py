@@ -111,7 +111,7 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: 
 
 def kind_of(text: str) -> str:
     """The kind of a model, by its name or by the pattern of its layers; dense where there is no other word in it."""
-    words = {*re.split("[^a-z_]+", text)}
+    words = {*re.split("[^a-z_]+", text.replace("soft_moe", "soft"))}
     return next((kind for kind in KINDS if kind in words), "dense")
 
 

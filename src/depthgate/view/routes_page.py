@@ -13,6 +13,7 @@ from depthgate.view.routes import SHARES, Decisions, ExpertLayer, Image, SlotLay
 
 _FORMS = 4  # tokens named for each expert
 _MOST_CELLS = 200_000  # of one layer's slot maps: more would make pages of many megabytes
+_PARTS = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
 _LITTLE = 0.1  # mean gate below which a layer hardly counts
 
 
@@ -32,9 +33,44 @@ def plans_page(title: str, found: Decisions, image: Image, tokens: Sequence[str]
     what = f": what the layers computed, as chosen by {_chosen_by(found)}" if found.layers else ""
     top = [pages.paragraph(f"One row of a batch{what}."), *warnings(found)]
     if image.pixels is not None:
-        (high, wide, _), rgb = image.pixels.shape, base64.b64encode(bytes(image.pixels.flatten().tolist()))
-        top.append(pages.data("image", {"width": wide, "height": high, "rgb": rgb.decode()}))
+        top.append(_pixels(image))
     return pages.page(title, {"": pages.join(top)} | _routing(found, image, passes=1) | _experts(found, tokens, image))
+
+
+def _pixels(image: Image, at: str = "") -> Html:
+    """The image that maps lie over."""
+    assert image.pixels is not None
+    (high, wide, _), rgb = image.pixels.shape, base64.b64encode(bytes(image.pixels.flatten().tolist()))
+    return pages.data(f"image{at}", {"width": wide, "height": high, "rgb": rgb.decode()})
+
+
+def images_page(title: str, about: object, shown: Sequence[tuple[str, Decisions, Image]]) -> Html:
+    """A page of images: over each of them what the slots of every Soft MoE layer hold, and the patches that other
+    layers computed; then the load of the experts over all images."""
+    sections: dict[str, object] = {"": about}
+    for n, (name, found, image) in enumerate(shown):
+        parts: list[object] = [_pixels(image, f"-{n}")]
+        if found.layers:
+            heading, names = "The patches that each layer computed, by their gates", [f"layer {x}" for x in found.names]
+            gates = [layer.gates for layer in found.layers]
+            parts.append(_small_maps(f"patches-{n}", heading, gates, image, names, None, f"-{n}"))
+        parts += _slot_maps(found.slots, image, f"-{n}")
+        sections[name] = pages.join(parts) if len(parts) > 1 else pages.fill("no_routing")
+    first = shown[0][1]
+    charts = []
+    for place, layer in enumerate(first.slots):
+        each = [found.slots[place].bars for _, found, _ in shown]
+        bars = {expert: fmean(of[expert] for of in each) for expert in layer.bars}
+        charts.append(_load(layer.name, _PARTS, bars, "share", 1 / len(bars), "soft"))
+    if charts:
+        sections["Load of the experts, over all images"] = pages.row(charts)
+    if first.experts:
+        whole = [
+            ExpertLayer(e.name, e.experts, 0, [c for _, f, _ in shown for c in f.experts[place].choices])
+            for place, e in enumerate(first.experts)
+        ]
+        sections["Experts, over all images"] = _expert_layers(whole, None)
+    return pages.page(title, sections)
 
 
 def warnings(found: Decisions) -> list[Html]:
@@ -190,8 +226,11 @@ def _expert_tokens(layer: ExpertLayer, tokens: Sequence[str]) -> Html:
 
 def _slot_layers(layers: Sequence[SlotLayer], image: Image) -> Html:
     """Load of the experts, and a map for each slot."""
-    about = "Each expert's part in the tokens' results, the mean over tokens. The line: all alike."
-    charts = [_load(layer.name, about, layer.bars, "share", 1 / len(layer.bars), "soft") for layer in layers]
+    charts = [_load(layer.name, _PARTS, layer.bars, "share", 1 / len(layer.bars), "soft") for layer in layers]
+    return pages.join([*_slot_maps(layers, image), pages.row(charts)])
+
+
+def _slot_maps(layers: Sequence[SlotLayer], image: Image, at: str = "") -> list[object]:
     parts: list[object] = []
     if odd := sum(not math.isfinite(weight) for layer in layers for row in layer.into for weight in row):
         parts.append(pages.note(f"{odd:,} of the weights are not numbers (NaN or infinite): grey on the maps."))
@@ -199,17 +238,23 @@ def _slot_layers(layers: Sequence[SlotLayer], image: Image) -> Html:
     for layer in drawn:
         names = [f"expert {slot // layer.slots}, slot {slot % layer.slots}" for slot in range(len(layer.into))]
         heading = f"Layer {layer.name}, what its slots hold"
-        parts.append(_small_maps(f"slots-{layer.name}", heading, layer.into, image, names, layer.even))
+        parts.append(_small_maps(f"slots-{layer.name}{at}", heading, layer.into, image, names, layer.even, at))
     if len(drawn) < len(layers):
         parts.append(pages.paragraph(f"Layers with more than {_MOST_CELLS:,} weights are too large to draw."))
-    return pages.join([*parts, pages.row(charts)])
+    return parts
 
 
 def _small_maps(
-    key: str, heading: str, rows: Sequence[Sequence[float]], image: Image, names: Sequence[str], even: float | None
+    key: str,
+    heading: str,
+    rows: Sequence[Sequence[float]],
+    image: Image,
+    names: Sequence[str],
+    even: float | None,
+    at: str = "",
 ) -> Html:
     """A small map for each row of weights, of patches or of tokens, all on one scale. even: the weight of each if all
-    were alike; None for gates."""
+    were alike; None for gates. at: which image of the page they lie over."""
     down, across = image.grid or (1, len(rows[0]))
     what, each = ("token", "row") if image.grid is None else ("patch", "map")
     shown = [[float(f"{x:.3g}") if math.isfinite(x) else None for x in row[image.prefix :]] for row in rows]
@@ -218,4 +263,4 @@ def _small_maps(
     size = {**shape, "many": len(rows), "cells": len(rows) * len(shown[0])}
     said = {"what": what, "each": each, "weight": "weight" if even else "gate"}
     said |= {"light": "lighter", "kind": ""} if image.pixels is None else {"light": "clearer", "kind": "light"}
-    return pages.fill("small_maps", key=key, heading=heading, data=data, **said, **size)
+    return pages.fill("small_maps", key=key, at=at, heading=heading, data=data, **said, **size)

@@ -25,7 +25,12 @@ AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the larg
     "flops": ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs")),
     "seconds": ((3600, "hours"), (60, "minutes"), (1, "seconds")),
 }
-_HELD_OUT = ("held_out_loss", "causal_share", "agreement")  # in some of the rows: figures of held-out text
+_HELD_OUT = (
+    "held_out_loss",
+    "held_out_accuracy",
+    "causal_share",
+    "agreement",
+)  # in some of the rows: figures of held-out text
 _OF_LAYERS = ("routed_share", "causal_share", "agreement")  # lists, a number for each routed layer
 Row = dict[str, Any]
 
@@ -136,7 +141,7 @@ def _row(line: bytes) -> Row | None:
     try:
         row: Row = {"loss": None, "tokens_per_second": None, "routed_share": [], "resumed": False} | json.loads(line)
         shares = {name: list(row[name]) for name in _OF_LAYERS if name in row}
-        optional = (row["loss"], row["tokens_per_second"], row.get("held_out_loss"))
+        optional = (row["loss"], row["tokens_per_second"], row.get("held_out_loss"), row.get("held_out_accuracy"))
         numbers = [*(row[axis] for axis in AXES), *chain(*shares.values()), *(x for x in optional if x is not None)]
         if all(abs(value) < LARGEST for value in numbers):
             return row | shares | {"step": int(row["step"]), "tokens": int(row["tokens"])}
@@ -172,7 +177,7 @@ def curve(run: Run, axis: str, value: str, most: int = 240) -> tuple[Points, int
     points = []
     for i in range(0, len(rows), size):
         part = rows[i : i + size]
-        values = [row[name][picked] if name in _OF_LAYERS else [row[name]] for row in part]
+        values = [row[name][picked] if name in _OF_LAYERS else [row.get(name)] for row in part]
         known = [y for each in values for y in each if y is not None]
         points.append((float(part[-1][axis]), fmean(known) if known else math.nan))
     return points, size
@@ -203,6 +208,9 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
     if any((held_out := lines("held_out_loss")).values()):
         about = "Of text that the run is not trained on; routers decide from the token alone, as in generation."
         found.append({"title": "Held-out loss", "about": about, "series": held_out, "y": "nats a token"})
+    if any(run.summary["held_out_accuracy"] is not None for run in runs):
+        about, right = "Of images that the run is not trained on.", lines("held_out_accuracy")
+        found.append({"title": "Held-out accuracy", "about": about, "series": right, "y": "share that is right"})
     if any(run.layers for run in runs):
         causal = any(run.summary["causal_share"] for run in runs)
         value = "causal_share" if causal else "routed_share"

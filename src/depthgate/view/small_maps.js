@@ -3,7 +3,7 @@
 document.querySelectorAll("canvas.small").forEach((canvas) => {
   const data = JSON.parse(document.getElementById(canvas.dataset.from).textContent);
   const said = document.getElementById(canvas.dataset.from + "-said");
-  const image = JSON.parse(document.getElementById("image")?.textContent ?? "null");
+  const image = JSON.parse(document.getElementById(canvas.dataset.image)?.textContent ?? "null");
   const { rows, columns } = data, most = Math.max(...data.weights.map((row) => Math.max(...row))) || 1;  // null: 0
   const names = image ? ["the image", ...data.names] : data.names, into = image ? [null, ...data.weights] : data.weights;
   const times = data.even ? `, ${Number((most / data.even).toPrecision(3))} times an even share` : "";
