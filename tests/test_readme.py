@@ -40,7 +40,7 @@ def python(page: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/layers.md", "docs/language-model.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/layers.md", "docs/language-model.md", "docs/vision.md"])
 def test_every_python_block_runs_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope: dict[str, object] = {}
