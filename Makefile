@@ -11,20 +11,21 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c 
 
 setup: $(STAMP)
 
-# What depthgate itself needs: torch, first, so that nothing else chooses its build, and small packages. An environment
-# that was interrupted while it was made has no pip, and is completed.
+# What depthgate itself needs: torch, first, so that nothing else chooses its build, and small packages; hatchling builds
+# depthgate here, and not twice in an environment of its own. One that was interrupted while it was made has no pip, and
+# is completed.
 $(BASE): pyproject.toml constraints.txt
 	@echo "depthgate: installing torch and a few small packages into $(VENV)"
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@$(PIP) torch
-	@$(PIP) -e .
+	@$(PIP) torch hatchling editables
+	@$(PIP) --no-build-isolation -e .
 	@touch $@
 
 # What the tests need on top. What tests/vision.py finds lies in a folder of its own: trl does not work beside this
 # torchvision.
 $(STAMP): $(BASE)
 	@echo "depthgate: installing what the tests need into $(VENV)"
-	@$(PIP) -e ".[dev]"
+	@$(PIP) --no-build-isolation -e ".[dev]"
 	@$(PIP) --no-deps --upgrade --target $(VENV)/vision timm torchvision vit-pytorch einops
 	@touch $@
 

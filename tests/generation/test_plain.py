@@ -32,9 +32,9 @@ def _one_thread():
 @pytest.mark.parametrize(("pattern", "rule"), CASES)
 def test_cached_equals_uncached_and_every_row_its_solo_run(pattern, rule):
     model = built(pattern, rule)
-    for rows, temperature in ((1, 0.0), (6, 0.8)):
+    for rows, temperature in ((1, 0.0), (4, 0.8)):
         texts = prompts(rows, rows)
-        options = {"max_new_tokens": 9, "temperature": temperature, "seed": list(range(rows))}
+        options = {"max_new_tokens": 7, "temperature": temperature, "seed": list(range(rows))}
         cached = dg.generate(model, texts, **options, chunk=5)
         assert said(cached) == said(dg.generate(model, texts, **options, cache=False))
         assert said(cached) == said(dg.generate(model, texts, **options, chunk=64))
