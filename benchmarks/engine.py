@@ -26,7 +26,7 @@ from depthgate.model import Decoder
 from depthgate.recipes import train_config
 
 _PAGE = 256
-_NEW = 8  # steps after which tokens are drawn anew: greedy ones of random weights soon repeat
+_NEW = 4  # steps after which tokens are drawn anew: greedy ones of random weights soon repeat
 
 
 def _model(name: str, config: argparse.Namespace, **changes: Any) -> Decoder:
@@ -206,7 +206,7 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--models", type=lambda text: text.split(","), default=["dense", "mod"])
     found.add_argument("--batches", type=measure.whole_numbers, default=[1, 8], help="sequences decoded at once")
     found.add_argument("--contexts", type=measure.whole_numbers, default=[256], help="tokens that were read before")
-    found.add_argument("--steps", type=int, default=60)
+    found.add_argument("--steps", type=int, default=240)
     found.add_argument("--warmup", type=int, default=5)
     found.add_argument("--transformers", action="store_true", help="also Hugging Face's generate with those weights")
     return found

@@ -76,7 +76,7 @@ class GenerateConfig(Sampling):
     seed: int = count(0, "seed of the sampling of every prompt", minimum=0, maximum=2**63 - 1)
     no_cache: bool = option(False, "compute everything again for each token; the same text, slower")
     depth: bool = option(False, "colour each token by how many layers it went through")
-    chunk: int = count(512, "tokens of a prompt computed at once")
+    chunk: int | None = count(None, "tokens of a prompt computed at once; unless given 512, on CUDA 2,048")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.batch import TRASH, Batch, Likely, Taken, likely
 from depthgate.generation.config import Sampling
-from depthgate.generation.plain import Reader
+from depthgate.generation.plain import Reader, tokens_at_once
 from depthgate.generation.sampling import NOT_FINITE, Filters, as_numbers, pick, uniform, used_filters
 from depthgate.generation.text import Event, Generation, Prompt, Writing, check_stops, read_prompts
 from depthgate.model import Decoder
@@ -58,16 +58,17 @@ class Engine:
         *,
         rows: int = _MOST_ROWS,
         memory: int | None = None,
-        chunk: int = 512,
+        chunk: int | None = None,
         page: int = _PAGE,
     ) -> None:
         """rows: requests that run at once. memory: tokens that they can have together; unless given, all that the rows
-        can hold and half of the free memory has room for. chunk: tokens of prompts that are read in a turn. page:
-        tokens of a page."""
+        can hold and half of the free memory has room for. chunk: tokens of prompts that are read in a turn;
+        unless given 512, on CUDA 2,048. page: tokens of a page."""
         if why := cannot_run(model):
             raise InvalidValueError(why)
         config = model.config
-        self.model, self.chunk, self.rows = model, check_count(chunk, "chunk"), check_count(rows, "rows")
+        self.model, self.rows = model, check_count(rows, "rows")
+        self.chunk = tokens_at_once(chunk, model.embed.weight.device)
         self.page = min(check_count(page, "page"), config.context)
         longest = self._pages(config.context)
         if memory is None:
@@ -344,7 +345,7 @@ def cannot_run(model: Decoder) -> str:
     return ""
 
 
-def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int) -> Generator[Event]:
+def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: int | None) -> Generator[Event]:
     """Tokens of some requests as they come, by an engine of their own; `todo` fills up with the results. Where it is
     interrupted or closed, the text that was held back is added."""
     context, rows = model.config.context, min(len(todo), _MOST_ROWS)

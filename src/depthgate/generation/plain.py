@@ -33,13 +33,18 @@ class Pass(NamedTuple):
         return [[depth for depth in row if depth >= 0] for row in self.depths.tolist()], self.routed.tolist()
 
 
+def tokens_at_once(chunk: int | None, device: torch.device) -> int:
+    """Tokens of a prompt that are computed at once, of which a GPU takes many in the time of a few."""
+    return check_count(chunk, "chunk") if chunk is not None else 2048 if device.type == "cuda" else 512
+
+
 class Reader:
     """A model and what it has read of every row: in caches, or as tokens that it reads again each time."""
 
-    def __init__(self, model: Decoder, rows: int, cached: bool = True, chunk: int = 512) -> None:
-        self.model, self.cached, self.chunk = model, cached, check_count(chunk, "chunk")
-        self.tokenizer = tokenizer_of(model)
+    def __init__(self, model: Decoder, rows: int, cached: bool = True, chunk: int | None = None) -> None:
+        self.model, self.cached, self.tokenizer = model, cached, tokenizer_of(model)
         self.device = model.embed.weight.device
+        self.chunk = tokens_at_once(chunk, self.device)
         self.kv_bytes = 0  # the most that keys and values took
         self.restart(rows)
 

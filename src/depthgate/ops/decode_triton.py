@@ -276,6 +276,20 @@ def _wait_for_all(turns):
 
 
 @triton.jit
+def _rows_of(
+    w, w2, x, add, weight, norm, gate, out, eps, N,
+    K: tl.constexpr, GLU: tl.constexpr, SCATTER: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """A program's share of the product of a row; its first weights are there, and the next ones are read ahead."""
+    every = tl.num_programs(0)
+    for n in range(tl.program_id(0), tl.cdiv(N, BN), every):
+        w_next, w2_next = first_weights(n + every, weight, N, K, GLU, BN, BK)
+        one_row(n, w, w2, x, add, weight, norm, gate, out, eps, N, K, GLU, SCATTER, BN, BK)
+        w = w_next
+        w2 = w2_next
+
+
+@triton.jit
 def _routed_layer(
     x, live, entered, router, bias, threshold, turns, norm, qkv_weight, qkv, eps, cos, sin, q_norm, k_norm, head_eps,
     kv, stride, table, entries, lengths, last_key, part, sums, scale, heads, out_weight, attended, up_norm, up_weight,
@@ -296,9 +310,8 @@ def _routed_layer(
     if not wanted:
         return
     every = tl.num_programs(0)
-    for n in range(pid, tl.cdiv(N_QKV, BN), every):
-        w, w2 = first_weights(n, qkv_weight, N_QKV, K, False, BN, BW)
-        one_row(n, w, w2, x, None, qkv_weight, norm, None, qkv, eps, N_QKV, K, False, False, BN, BW)
+    w, w2 = first_weights(pid, qkv_weight, N_QKV, K, False, BN, BW)
+    _rows_of(w, w2, x, None, qkv_weight, norm, None, qkv, eps, N_QKV, K, False, False, BN, BW)
     _wait_for_all(turns)
     for n in range(pid, G * SPLITS, every):
         attend_part(
@@ -308,19 +321,16 @@ def _routed_layer(
     _wait_for_all(turns)
     for n in range(pid, H, every):
         join_part(n, part, sums, heads, True, D, SPLITS, 0, BD)
+    w, w2 = first_weights(pid, out_weight, N_OUT, KH, False, BN, BW)  # asked for before the wait, as by other kernels
     _wait_for_all(turns)
-    for n in range(pid, tl.cdiv(N_OUT, BN), every):
-        w, w2 = first_weights(n, out_weight, N_OUT, KH, False, BN, BW)
-        one_row(n, w, w2, heads, None, out_weight, None, None, attended, eps, N_OUT, KH, False, False, BN, BW)
+    _rows_of(w, w2, heads, None, out_weight, None, None, attended, eps, N_OUT, KH, False, False, BN, BW)
+    w, w2 = first_weights(pid, up_weight, N_UP, K, True, BN, BW)
     _wait_for_all(turns)
-    for n in range(pid, tl.cdiv(N_UP, BN), every):
-        w, w2 = first_weights(n, up_weight, N_UP, K, True, BN, BW)
-        one_row(n, w, w2, x, attended, up_weight, up_norm, None, hidden, up_eps, N_UP, K, True, False, BN, BW)
+    _rows_of(w, w2, x, attended, up_weight, up_norm, None, hidden, up_eps, N_UP, K, True, False, BN, BW)
+    w, w2 = first_weights(pid, down_weight, N_OUT, KU, False, BN, BW)
     _wait_for_all(turns)
     gate = _gate(score, GATE)
-    for n in range(pid, tl.cdiv(N_OUT, BN), every):
-        w, w2 = first_weights(n, down_weight, N_OUT, KU, False, BN, BW)
-        one_row(n, w, w2, hidden, attended, down_weight, None, gate, x, eps, N_OUT, KU, False, True, BN, BW)
+    _rows_of(w, w2, hidden, attended, down_weight, None, gate, x, eps, N_OUT, KU, False, True, BN, BW)
 
 
 def routed_layer(
