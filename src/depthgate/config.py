@@ -256,37 +256,40 @@ class FinetuneConfig(RunConfig):
 class ConvertConfig(Options):
     """Route some layers of a Hugging Face model, and save it as another; or write a run as a Hugging Face model."""
 
-    model: str = required("folder of a Hugging Face model, a GGUF file, or a run; it stays as it is")
+    model: str = required("folder of a Hugging Face model or its name on the hub, a GGUF file, or a run")
     out: str = required("folder to write; it must not be there yet")
-    # None where they are not given, as runs refuse them.
-    capacity: float | None = option(None, "share of the tokens that are routed; 0.5 unless given", check_capacity)
+    capacity: float | str | None = option(None, "share of tokens routed, 0.5 unless given; or of each layer: 0.25,0.5")
+    capacity_by: str = choice("layer", ("layer", "change"), "change: more where layers change --text more")
     layers: str | list[int] | None = option(  # noqa: RUF009
         None, "every_other (unless given), auto (those that change their tokens least on --text), or numbers: 1,3,5"
     )
-    gate: str | None = option(
-        None, "factor of a routed row, 1 at first: one_plus_tanh (unless given) or straight_through", check_neutral
-    )
+    gate: str | None = option(None, "factor of a row: one_plus_tanh (unless given), straight_through", check_neutral)
     rule: str | None = choice(None, RULE_NAMES, "how a token is routed causally; predictor unless given")
-    text: str | None = option(None, "file of text that `--layers auto` measures on")
-    probe: int = count(
-        64,
-        "tokens of each of the two sequences that the converted model is compared on with the dense one; they come "
-        "after as many as its window of attention holds, if that is 1024 at most",
-        minimum=2,
-        maximum=2**16,
-    )
+    routing_mode: str = choice("auto", ("auto", "causal", "top_k"), "auto: top k in training, causal in evaluation")
+    text: str | None = option(None, "file of text that --layers auto and --capacity_by change measure on")
+    probe: int = count(64, "tokens compared with the dense model, of two sequences", minimum=2, maximum=2**16)
     seed: int = count(0, "seed of those sequences", minimum=0)
     to: str | None = choice(
-        None,
-        ("llama", "qwen3", "depthgate"),
-        "what a run must become: llama, qwen3 (with normalised queries and keys), or depthgate (any run, as it is)",
+        None, ("llama", "qwen3", "depthgate"), "what a run becomes: llama, qwen3 (has qk_norm), or depthgate (any run)"
     )
 
     def check_together(self) -> None:
-        if (self.layers == "auto") != (self.text is not None):
-            raise InvalidValueError("--layers auto and --text FILE go together: give both, or neither")
+        if (self.layers == "auto" or self.capacity_by == "change") != (self.text is not None):
+            raise InvalidValueError(
+                "--layers auto (or --capacity_by change) and --text go together: give both, or neither"
+            )
         if not self.layer_choice:
             raise InvalidValueError(f"layers is {self.layers!r}: give every_other, auto, or numbers, such as 1,3,5")
+        for each in self.capacities:
+            check_capacity(each)
+
+    @property
+    def capacities(self) -> list[float]:
+        """One for all routed layers, or one for each."""
+        try:
+            return [float(each) for each in str(0.5 if self.capacity is None else self.capacity).split(",")]
+        except ValueError:
+            raise InvalidValueError(f"capacity is {self.capacity!r}: give a number, or several") from None
 
     @property
     def layer_choice(self) -> str | list[int]:

@@ -1,6 +1,7 @@
 """`depthgate convert`: a Hugging Face model with routed layers, or a run of ours as a Hugging Face model."""
 
 import json
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,17 @@ def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
         raise InvalidValueError(f"to is {config.to!r}, but {config.model} is not a run: leave --to out")
     routed, changes, difference = convert_folder(config)
     routing = routed.depthgate
+    capacities = routing["capacity"] if isinstance(routing["capacity"], list) else repeat(routing["capacity"])
+    shares = dict(zip(routing["layers"], capacities, strict=False))
     lines = [f"{'layer':>5} {'change':>8}  tokens that enter"]
     for i in range(routed.num_hidden_layers):
-        share = routing["capacity"] if i in routing["layers"] else 1
+        share = shares.get(i, 1)
         lines.append(f"{i:5} {'' if changes is None else f'{changes[i]:.4f}':>8}  {share:.0%}")
     if changes is not None:
         lines.append("change: mean |f(x) - x| / |x| over the tokens of the text")
+    lines.append("these shares hold in training; in evaluation all tokens enter until routers have learnt (finetune)")
+    if getattr(routed, "final_logit_softcapping", None):
+        lines.append("the model caps its logits (final_logit_softcapping): depthgate finetune and eval refuse it")
     lines.append(f"at capacity 1 the logits are the dense model's (largest difference {difference:.1e} of the largest)")
     return {"routing": routing, "difference": difference, "changes": changes}, lines
 

@@ -3,6 +3,7 @@ does that from a folder to another, compares the model with the dense one, and s
 
 import copy
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from depthgate.hf.families import (
     family_of,
     heads,
 )
-from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, find_tokenizer, gguf_of, load
+from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, fetched, find_tokenizer, gguf_of, load
 from depthgate.hf.inputs import MODES
 from depthgate.hf.layer import DepthRouter, routed_layers
 
@@ -120,7 +121,7 @@ def to_dense(model: Any) -> Any:
 
     uninstall(model)
     config = _with_config(model, CONFIG_MAPPING[kind.removeprefix(PREFIX)])
-    for name in ("depthgate", "routing_mode"):
+    for name in ("depthgate", "routing_mode", "model_type"):
         vars(config).pop(name, None)
     return model
 
@@ -208,8 +209,11 @@ def watched(model: Any, layers: Sequence[nn.Module]) -> Iterator[list[list[tuple
 def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, float]:
     """Convert the model of a folder or a GGUF file, check it against the dense one, and save it. Returns its config,
     what layer_changes measured for layers='auto', and what check_same measured at capacity 1."""
-    source, out = Path(config.model), Path(config.out)
-    check_new(out, source)
+    out = Path(config.out)
+    if not config.model:
+        raise InvalidValueError("model is empty: give the folder of a Hugging Face model, or its name on the hub")
+    check_new(out, Path(config.model))
+    source = fetched(config.model)
     if gguf_of(source) is None:
         check_config_values(check_config(source), str(source))
     check_generation(source)
@@ -217,17 +221,25 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     family_of(model)
     changes, layers = None, config.layer_choice
     tokenizer = find_tokenizer(source)
+    batch = None if config.text is None else _calibration(tokenizer, Path(config.text), model)
+    if batch is not None:
+        changes = layer_changes(model, batch)
+    how: dict[str, Any] = {"capacity_by": config.capacity_by, "routing_mode": config.routing_mode}
+    how |= {"gate": config.gate or "one_plus_tanh", "rule": config.rule or "predictor"}
     if layers == "auto":
-        changes = layer_changes(model, _calibration(tokenizer, Path(config.text or ""), model))
-        layers = least_changing(changes)
+        layers = least_changing(changes or [])
     probe, last = probe_for(config, model.config)
     with torch.no_grad():
         dense = model(probe, use_cache=False, logits_to_keep=last).logits
     if not dense.isfinite().all():
         raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
-    convert(model, 1.0, layers, gate=config.gate or "one_plus_tanh", rule=config.rule or "predictor")
+    shares = config.capacities
+    measured = batch if config.capacity_by == "change" else None
+    convert(model, shares[0] if len(shares) == 1 else shares, layers, **how, calibration=measured)
+    asked = model.routing.capacity
+    set_capacity(model, 1.0)
     difference = check_same(model, probe, (dense, dense))
-    set_capacity(model, config.capacity or 0.5)
+    set_capacity(model, asked)
     save(model, partial(copy_tokenizer, tokenizer, source), out)
     return model.config, changes, difference
 
@@ -273,7 +285,8 @@ def _calibration(tokenizer: Any, text: Path, model: Any) -> Tensor:
         ids = tokenizer(file.read(32 * rows * length), add_special_tokens=False)["input_ids"]
     length = min(length, model.config.max_position_embeddings, len(ids))
     if length < 2:
-        raise DepthgateError(f"the model's tokenizer makes nothing of {text}: look at both, or name the layers")
+        what = f"the model's tokenizer makes {len(ids)} tokens of {text}, and two at least are needed"
+        raise DepthgateError(f"{what}: give a longer text, or name the layers")
     rows = min(rows, len(ids) // length)
     return torch.tensor(ids[: rows * length]).view(rows, length)
 
@@ -312,3 +325,5 @@ def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: s
         routing = [getattr(each.config, "depthgate", None) for each in (loaded, model)]
         if not same or routing[0] != routing[1]:
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")
+    for left in out.parent.glob(f".{out.name}.*.part"):  # by a process that was killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, installed
 from depthgate.hf.families import FAMILIES, OURS, PREFIX, heads
@@ -106,7 +108,33 @@ def check_config(folder: Path) -> dict[str, Any]:
         if "/" in str(config.get(name)):  # transformers would fetch a kernel of that name, and run it
             check_code(config[name], "", name)
     check_code(config.get("auto_map"), config["model_type"])
+    for name, usual in {"output_attentions": False, "return_dict": True}.items():
+        if config.get(name, usual) is not usual:
+            raise DepthgateError(f"{path} cannot be used: {name} is {str(config[name]).lower()} in it: take that out")
+    dtype = config.get("dtype", config.get("torch_dtype"))
+    if dtype is not None and not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
+        raise DepthgateError(f"{path} cannot be loaded: dtype is {str(dtype)[:80]!r}: it must be one such as bfloat16")
+    for index in folder.glob("*.index.json"):
+        if outside := [name for name in {*_read_json(index).get("weight_map", {}).values()} if Path(name).name != name]:
+            raise DepthgateError(f"{index} names {outside[0]!r}, which is not a file in {folder}: fetch it again")
     return config
+
+
+def fetched(name: str) -> Path:
+    """The folder that is meant: itself, or that of a model on the hub (owner/name), which is fetched unless it is in
+    the cache."""
+    path = Path(name)
+    if not name or path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or path.parent.exists():
+        return path
+    installed("transformers", "hf")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], "*.json", "*.model", "*.txt", "LICENSE*"]))
+    except Exception as error:  # of the network, of the hub, of a name that it does not know
+        why = f"{name} is not a folder, and cannot be fetched ({' '.join(str(error).split())[:160]})"
+        how = f"where there is a network: hf download {name} --local-dir {path.name}; then give --model {path.name}"
+        raise DepthgateError(f"{why}. {how}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -171,6 +199,8 @@ def copy_tokenizer(tokenizer: Any, source: Path, out: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
+    for file in source.glob("LICENSE*") if source.is_dir() else ():
+        shutil.copyfile(file, out / file.name)
     if tokenizer is None or _loads_as(tokenizer, out):
         return
     tokenizer.save_pretrained(out)  # which writes down the class: for some types of models the files are not trusted

@@ -55,6 +55,8 @@ def hand_down(names: tuple[str, ...], decoder: Any, args: tuple[Any, ...], kwarg
     doc = _documents(given, tokens.shape[:2], decoder) if mask is None else None
     if doc is not None:
         kwargs["use_cache"] = False
+    if isinstance(mask, Tensor) and mask.ndim == 2 and "attention_mask" in kwargs:
+        kwargs["attention_mask"] = mask.expand(len(tokens), -1) if len(mask) == 1 else mask  # one for all rows
     mask = mask if padding is None else padding
     valid = None if mask is None else valid_tokens(mask, tokens.shape[:2])
     return Tokens(valid, doc, causal, most, decoder.config.depthgate["rule_loss"] if weight is None else weight)

@@ -8,6 +8,7 @@ Routers look at tokens as they are. In a pretrained model some channels are a th
 one step of AdamW would turn a router over; a scaled one learns as if every channel had the size 1.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 from functools import cache, partial
@@ -32,6 +33,7 @@ from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Predictor, Threshold, TopTokens, routed_share
 from depthgate.routing.gates import straight_through
 
+_CAPACITIES = 8  # between 1 and the goal, of compiled layers
 _RIDGE = 1e-2  # as a share of the mean square of a channel
 _SCORE_STD = 1.0  # of calibrated scores
 _SCORE_STD_IN_GATE = 0.05  # where scores change the gate, which is to stay near 1
@@ -92,11 +94,11 @@ class Recovery:
 
     def set_capacity(self, capacity: float) -> None:
         """Let routed layers take another share from now on, in the mean; each falls from 1 to its own goal."""
-        if len({*self._goals}) == 1:
-            set_capacity(self.model, capacity)
-        else:
-            left = 1 - self.goal and (capacity - self.goal) / (1 - self.goal)
-            set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
+        left = (capacity - self.goal) / (1 - self.goal) if self.goal < 1 else 0.0
+        if self.config.compile:  # a graph for each of a few capacities
+            left = math.ceil(_CAPACITIES * left - 1e-9) / _CAPACITIES
+        each = [goal + (1 - goal) * left for goal in self._goals]
+        set_capacity(self.model, each[0] if len({*each}) == 1 else each)
 
     def calibrate(self, packed: Packed) -> None:
         """Calibrate the routers of a new run, if the configuration asks for it."""

@@ -1,0 +1,150 @@
+"""Routed models under the other Auto classes, the way back to dense ones, shares by layer, and calibration."""
+
+import copy
+
+import pytest
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
+
+import torch
+import transformers
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    LlamaForCausalLM,
+    pipeline,
+)
+
+import depthgate as dg
+from depthgate.hf.families import heads
+from tests.conftest import close
+from tests.hf.words import save_model, save_tokenizer, texts
+from tests.hf.zoo import FAMILY_NAMES, dense, plans_of, routed, tokens
+
+
+@pytest.mark.parametrize("kind", FAMILY_NAMES)
+@torch.no_grad()
+def test_every_head_of_a_family_is_routed_as_the_language_model_is(tmp_path, kind):
+    model, ids = routed(kind), tokens(2, 12)
+    model.save_pretrained(tmp_path / "model")
+    want = model.base_model(ids, use_cache=False).last_hidden_state
+    for name in heads(kind):
+        again = getattr(transformers, name).from_pretrained(tmp_path / "model")
+        assert type(again).__name__ == f"MoD{heads(kind)[name]}"
+        assert len(dg.hf.routed_layers(again)) == 2
+        close(again.base_model(ids, use_cache=False).last_hidden_state, want)
+        again.save_pretrained(tmp_path / name)
+        twin = getattr(transformers, name).from_pretrained(tmp_path / name)
+        close(twin.base_model(ids, use_cache=False).last_hidden_state, want)
+
+
+def test_classifiers_in_pipelines_and_as_reward_models(tmp_path):
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    folder = save_model(tmp_path / "model", capacity=0.5, rule="threshold")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, routing_mode="causal")
+    model.config.pad_token_id = 2
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model.save_pretrained(tmp_path / "scores")
+    save_tokenizer(tmp_path / "scores")
+    short, long = (pipeline("text-classification", str(tmp_path / "scores"))(each)[0]["score"] for each in texts(2, 9))
+    assert short != long
+    found = pipeline(
+        "token-classification", model=AutoModelForTokenClassification.from_pretrained(folder), tokenizer=tokenizer
+    )
+    assert len(found("w3 w4 w5")) == 3
+    features = pipeline("feature-extraction", model=AutoModel.from_pretrained(folder), tokenizer=tokenizer)("w3 w4")
+    assert torch.tensor(features).shape == (1, 3, 32)
+    rows = [{"chosen": a, "rejected": b} for a, b in zip(texts(4, 9), texts(4, 12, seed=5), strict=True)]
+    how = {"per_device_train_batch_size": 2, "max_steps": 2, "report_to": [], "use_cpu": True, "save_strategy": "no"}
+    args = trl.RewardConfig(output_dir=str(tmp_path / "out"), logging_steps=1, disable_tqdm=True, **how)
+    trainer = trl.RewardTrainer(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    trainer.train()
+    assert torch.tensor([row["loss"] for row in trainer.state.log_history if "loss" in row]).isfinite().all()
+
+
+@torch.no_grad()
+def test_the_way_back_to_a_dense_model_and_on(tmp_path):
+    ids, plain = tokens(2, 12), dense("mistral")
+    want, kind = plain(ids).logits, type(plain)
+    model = dg.hf.convert(plain, 0.5)
+    assert dg.hf.to_dense(model) is model
+    assert type(model) is kind
+    assert not dg.hf.routed_layers(model)
+    assert not any("depth_router" in name for name in model.state_dict())
+    close(model(ids).logits, want)
+    model.save_pretrained(tmp_path / "dense")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")) is kind
+    assert dg.hf.convert(model, 0.25, [0]).config.depthgate["layers"] == [0]
+    with pytest.raises(dg.DepthgateError, match="nothing to take out"):
+        dg.hf.to_dense(dense("llama"))
+    routed("llama").save_pretrained(tmp_path / "routed")
+    half = LlamaForCausalLM.from_pretrained(tmp_path / "routed")  # transformers warns, and leaves the routers out
+    assert len(dg.hf.routed_layers(dg.hf.convert(half, 0.5))) == 2
+    with pytest.raises(dg.DepthgateError, match="of a depthgate_llama, and was read as a depthgate_mistral"):
+        dg.hf.classes.MoDMistralForCausalLM.from_pretrained(tmp_path / "routed")
+
+
+@torch.no_grad()
+def test_each_layer_may_have_a_capacity_of_its_own(tmp_path):
+    model, ids = dg.hf.convert(dense("llama"), [0.25, 0.75], [1, 2]), tokens(2, 16)
+    with plans_of(model.train()) as plans:
+        model(ids, use_cache=False)
+    assert [plan.tokens.shape[-1] for plan in plans] == [4, 12]
+    model.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert [layer.depth_router.capacity for layer in dg.hf.routed_layers(again)] == [0.25, 0.75]
+    dg.hf.set_capacity(again, 0.5)
+    assert again.config.depthgate["capacity"] == 0.5
+    changes = dg.hf.layer_changes(dense("llama"), ids)
+    by_change = dg.hf.convert(dense("llama"), 0.4, [0, 1, 2], capacity_by="change", calibration=ids)
+    shares = by_change.config.depthgate["capacity"]
+    assert sum(shares) / 3 == pytest.approx(0.4, abs=1e-3)
+    assert sorted(range(3), key=lambda i: shares[i]) == sorted(range(3), key=lambda i: changes[i]) or len({*shares}) < 3
+    for wrong in ([0.5], [0.5, 2.0]):
+        with pytest.raises(dg.DepthgateError, match="capacity"):
+            dg.hf.convert(dense("llama"), wrong, [1, 2])
+    with pytest.raises(dg.DepthgateError, match="different capacities"):
+        dg.hf.to_decoder(model)
+
+
+@pytest.mark.parametrize("rule", ["scores", "threshold"])
+@torch.no_grad()
+def test_calibrated_routers_take_their_share_of_the_batch(rule):
+    model, ids = dg.hf.convert(dense("llama"), 0.25, rule=rule), tokens(8, 32)
+    mask = (torch.arange(32) < torch.tensor([32] * 6 + [8] * 2)[:, None]).long()
+    dg.hf.calibrate(model, {"input_ids": ids, "attention_mask": mask})
+    with plans_of(model.eval()) as plans:
+        model(ids, attention_mask=mask, use_cache=False)
+    first = plans[0].chosen[..., 0]  # of the first routed layer: later ones then see other tokens
+    assert float(first.sum() / mask.sum()) == pytest.approx(0.25, abs=0.02)
+    assert bool(first[:, 0].all())
+    with pytest.raises(dg.DepthgateError, match="no routed layers"):
+        dg.hf.calibrate(dense("llama"), ids)
+
+
+def test_what_a_model_is_not_is_refused_or_said(tmp_path):
+    """A layer class of one's own, a config that was written into, prefix tuning, masks of one row, packed documents."""
+    model, ids = dense("llama"), tokens(2, 8)
+    own = type("Mine", (type(model.model.layers[1]),), {})
+    model.model.layers[1].__class__ = own
+    with pytest.raises(dg.DepthgateError, match="layer 1 of LlamaForCausalLM is a Mine"):
+        dg.hf.convert(model)
+    model = routed("llama")
+    model.config.depthgate["capacity"] = 0.1
+    with pytest.warns(UserWarning, match="dg.hf.set_capacity"):
+        model.save_pretrained(tmp_path / "model")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.depthgate["capacity"] == 0.25
+    peft = pytest.importorskip("peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(dg.DepthgateError, match="prefix tuning is not supported"):
+        peft.get_peft_model(copy.deepcopy(routed("llama")), prefix)(ids)
+    with torch.no_grad():
+        model, mask = routed("llama"), (torch.arange(8) > 1).long()[None]
+        close(model(ids, attention_mask=mask).logits, model(ids, attention_mask=mask.expand(2, 8)).logits)
+        pos = torch.arange(8)[None] % 4
+        apart = model(ids.view(4, 4), use_cache=False).logits.view(2, 8, -1)
+        close(model(ids, position_ids=pos).logits, apart)
