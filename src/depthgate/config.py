@@ -275,9 +275,7 @@ class ConvertConfig(Options):
 
     def check_together(self) -> None:
         if (self.layers == "auto" or self.capacity_by == "change") != (self.text is not None):
-            raise InvalidValueError(
-                "--layers auto (or --capacity_by change) and --text go together: give both, or neither"
-            )
+            raise InvalidValueError("--layers auto (or --capacity_by change) and --text go together: give both")
         if not self.layer_choice:
             raise InvalidValueError(f"layers is {self.layers!r}: give every_other, auto, or numbers, such as 1,3,5")
         for each in self.capacities:
