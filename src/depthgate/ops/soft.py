@@ -57,7 +57,7 @@ class _Exponentials(torch.autograd.Function):
         weights = torch.exp(_product(x, slots) * _inverse_length(x) - bound)
         if valid is not None:
             weights = torch.where(valid[..., None], weights, 0.0)
-        weights = weights.to(x.dtype)
+        weights = _in(x.dtype, weights)
         ctx.save_for_backward(x, slots, weights)
         return weights
 
@@ -76,7 +76,7 @@ class _Means(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(weights, x)
-        return (torch.bmm(weights, x) / _sums(weights)).to(x.dtype)
+        return _in(x.dtype, torch.bmm(weights, x) / _sums(weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,6 +87,11 @@ class _Means(torch.autograd.Function):
         # A mean moves towards what gets more weight, by the difference of the two.
         mean = (weights * each).sum(-1, keepdim=True, dtype=sums.dtype) / sums
         return each - mean.to(x.dtype), torch.bmm(weights.mT, scaled)
+
+
+def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """x in a dtype. Compiled by torch 2.11, a result that `to` has left as it is gets gradients of zero."""
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def _sums(weights: Tensor) -> Tensor:
