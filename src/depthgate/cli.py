@@ -25,9 +25,9 @@ from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.options import Options
-from depthgate.recipes import preset, settle_vocab
+from depthgate.recipes import PRESETS, preset, settle_vocab
 from depthgate.serve.config import ServeConfig
-from depthgate.vision import ImagesConfig, image_preset
+from depthgate.vision import IMAGE_PRESETS, ImagesConfig
 
 VERBS: dict[str, type[Any]] = {
     "train": TrainConfig,
@@ -147,7 +147,7 @@ def build_parser(start: str | None = None, task: str = "text") -> ArgumentParser
         verb_parser = _verb_parser(config)
         if verb == "train":
             start = start or str(TASKS[task].preset)
-            verb_parser.set_defaults({"preset": start, **(preset if task == "text" else image_preset)(start)})
+            verb_parser.set_defaults({"preset": start, **preset(start, PRESETS if task == "text" else IMAGE_PRESETS)})
         verbs.add_subcommand(verb, verb_parser, help=_about(config))
     return parser
 

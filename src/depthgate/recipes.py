@@ -1,9 +1,11 @@
 """Named starting points for `depthgate train`: option -> value, in the dotted names of the command line."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from depthgate.config import ModelConfig, TrainConfig
 from depthgate.errors import InvalidValueError, near
+from depthgate.vision import IMAGE_PRESETS, ImagesConfig, ViTConfig
 
 
 def _model(**shape: Any) -> dict[str, Any]:
@@ -55,15 +57,15 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def presets() -> list[str]:
-    """The names of presets, for `Decoder.from_preset` and --preset of `depthgate train`."""
-    return list(PRESETS)
+    """The names of presets, for `Decoder.from_preset`, `ViT.from_preset` and --preset of `depthgate train`."""
+    return [*PRESETS, *IMAGE_PRESETS]
 
 
-def preset(name: str) -> dict[str, Any]:
+def preset(name: str, known: Mapping[str, dict[str, Any]] = PRESETS) -> dict[str, Any]:
     """The options of a preset; an unknown name is refused with the nearest known one."""
-    if name not in PRESETS:
-        raise InvalidValueError(f"preset is {name!r}{near(name, PRESETS, 0.0)} `depthgate presets` lists them all")
-    return dict(PRESETS[name])
+    if name not in known:
+        raise InvalidValueError(f"preset is {name!r}{near(name, known, 0.0)} `depthgate presets` lists them all")
+    return dict(known[name])
 
 
 def settle_vocab(options: Any) -> None:
@@ -78,6 +80,14 @@ def settle_vocab(options: Any) -> None:
 
 def train_config(name: str) -> TrainConfig:
     """The configuration that `depthgate train --preset NAME` runs."""
-    values = preset(name)
-    model = {key.removeprefix("model."): values.pop(key) for key in list(values) if key.startswith("model.")}
-    return TrainConfig(preset=name, model=ModelConfig(**model), **values)
+    return _config(TrainConfig, ModelConfig, name, preset(name))  # type: ignore[no-any-return]
+
+
+def images_config(name: str) -> ImagesConfig:
+    """The configuration that `depthgate train --task images --preset NAME` runs."""
+    return _config(ImagesConfig, ViTConfig, name, preset(name, IMAGE_PRESETS))  # type: ignore[no-any-return]
+
+
+def _config(run: type[Any], model: type[Any], name: str, values: dict[str, Any]) -> Any:
+    shape = {key.removeprefix("model."): values.pop(key) for key in list(values) if key.startswith("model.")}
+    return run(preset=name, model=model(**shape), **values)

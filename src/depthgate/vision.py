@@ -4,15 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from depthgate.config import GATE_NAMES, RunConfig
-from depthgate.errors import (
-    InvalidValueError,
-    check_capacity,
-    check_choice,
-    check_count,
-    check_divides,
-    check_number,
-    near,
-)
+from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_number
 from depthgate.options import Options, choice, count, number, option
 
 KINDS = ("dense", "soft_moe", "moe", "mod")
@@ -131,10 +123,6 @@ class ViTConfig(Options):
         return tuple(i for i, kind in enumerate(self.kinds) if kind == "mod")
 
 
-def _share(default: float, about: str) -> Any:
-    return option(default, about, lambda value, name: check_number(value, name, "[0, 1]"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImagesConfig(RunConfig):
     """Train a vision transformer on images."""
@@ -159,10 +147,14 @@ class ImagesConfig(RunConfig):
     crop: float = number(0.125, "[0, 1)", "share of a side by which images are shifted at most")
     zoom: float = number(1.0, "(0, 1]", "smallest share of an image's area that is cut out and enlarged; 1: all of it")
     flip: bool = option(True, "mirror half of the images")
-    randaugment: float = _share(0.0, "strength of two random changes of geometry or colour to each image; 0: none")
-    mixup: float = _share(0.0, "share of the images that are mixed with another, and their labels too")
-    cutmix: float = _share(0.0, "share of the images that get a rectangle of another, and as much of its label")
-    erasing: float = _share(0.0, "share of the images of which a rectangle is erased")
+    randaugment: float = number(
+        0.0, "[0, 1]", "strength of two changes of geometry or colour to each image; 0: none"
+    )
+    mixup: float = number(0.0, "[0, 1]", "share of the images that are mixed with another, and their labels too")
+    cutmix: float = number(
+        0.0, "[0, 1]", "share of the images that get a part of another, and as much of its label"
+    )
+    erasing: float = number(0.0, "[0, 1]", "share of the images of which a rectangle is erased")
 
     def check_together(self) -> None:
         super().check_together()
@@ -190,18 +182,3 @@ _PATTERNS = {"dense": "dense", "soft": "soft_moe", "moe": "moe", "mod": "dense,m
 IMAGE_PRESETS: dict[str, dict[str, Any]] = {
     f"vit-{size}-{kind}": {**_SIZES[size], "model.pattern": _PATTERNS[kind]} for size in _SIZES for kind in _PATTERNS
 }
-
-
-def image_preset(name: str) -> dict[str, Any]:
-    """The options of a preset; an unknown name is refused with the nearest known one."""
-    if name not in IMAGE_PRESETS:
-        remedy = near(name, IMAGE_PRESETS, 0.0)
-        raise InvalidValueError(f"preset is {name!r}{remedy} `depthgate presets` lists those of --task images")
-    return dict(IMAGE_PRESETS[name])
-
-
-def images_config(name: str, **more: Any) -> ImagesConfig:
-    """The configuration that `depthgate train --task images --preset NAME` runs."""
-    values = image_preset(name)
-    model = {key.removeprefix("model."): values.pop(key) for key in list(values) if key.startswith("model.")}
-    return ImagesConfig(preset=name, model=ViTConfig(**model), **{**values, **more})

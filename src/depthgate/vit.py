@@ -14,8 +14,9 @@ from depthgate.errors import DepthgateError, InvalidValueError, installed
 from depthgate.layers import MLP, MoD, MoE, SoftMoE
 from depthgate.model import Output, generator_of
 from depthgate.ops.rows import plain_positions
+from depthgate.recipes import images_config
 from depthgate.routing import Plans, TopTokens
-from depthgate.vision import ViTConfig, images_config
+from depthgate.vision import ViTConfig
 
 
 class Attention(nn.Module):
@@ -312,24 +313,18 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
         found["prefix"] = prefix + F.pad(places, (0, 0, 0, len(prefix) - len(places)))
     pooling = "class" if about is not None or model.global_pool == "token" else "mean"
     layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
-    config = ViTConfig(
-        image=f"{high}x{wide}",
-        patch=f"{patch[0]}x{patch[1]}",
-        channels=channels,
-        classes=len(found["head.weight"]),
-        dim=dim,
-        layers=layers,
-        heads=about.num_attention_heads if about is not None else blocks[0].attn.num_heads,  # type: ignore[index]
-        hidden=len(found["layers.0.ffn.up.bias"]),
-        pattern="dense",
-        pooling=pooling,
-        registers=len(prefix) - (pooling == "class"),
-        norm_eps=about.layer_norm_eps if about is not None else blocks[0].norm1.eps,  # type: ignore[index]
+    heads, eps, act = (
+        (about.num_attention_heads, about.layer_norm_eps, about.hidden_act)
+        if about is not None
+        else (blocks[0].attn.num_heads, blocks[0].norm1.eps, type(blocks[0].mlp.act).__name__.lower())  # type: ignore[index]
     )
+    sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
+    shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
+    ends = {"pooling": pooling, "registers": len(prefix) - (pooling == "class"), "classes": len(found["head.weight"])}
+    config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
     with torch.device("meta"):
         known = ViT(config).state_dict()
-    if unknown := sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})):
-        raise InvalidValueError(
-            f"a {type(model).__name__} with {unknown[0]} is more or less than a plain ViT: give one"
-        )
+    odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act != "gelu")
+    if odd:
+        raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")
     return found, config

@@ -6,8 +6,8 @@ from typing import Any
 from depthgate.config import PresetsConfig
 from depthgate.console import print_table
 from depthgate.flops import parameters, training_flops
-from depthgate.recipes import PRESETS, train_config
-from depthgate.vision import IMAGE_PRESETS, images_config
+from depthgate.recipes import PRESETS, images_config, train_config
+from depthgate.vision import IMAGE_PRESETS
 
 _SHAPE = ("dim", "layers", "context", "pattern")
 _NAMES = """tiny: minutes on two cores. 124m and 1b name shapes, not counts:

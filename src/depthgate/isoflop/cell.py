@@ -109,7 +109,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
             at = (model if kept == last_step else load(kept)).to(resolve_device(training.device))
             found = measure(at, shards.validation, training.batch, config.most_measured)
             held_out.append([row["flops"], found["nats_per_token"]])
-    about, last, shares = machine(training.device), metrics[-1], found["routed_share"]
+    last, shares = metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
     used = found["experts_per_token"]
@@ -119,38 +119,36 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
         "loss_causal": found["nats_per_token"],
         "bits_per_byte": found["bits_per_byte"],
         "held_out": held_out,
-        "train_loss": last["loss"],
-        "flops": last["flops"],
         "passes": last["tokens"] / len(shards.train),
         "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken), expert_share=computed),
-        "seconds": last["seconds"],
         "routed_share": shares,
         "agreement": found["agreement"],
         "experts_per_token": fmean(used) if used else None,
         "measured_tokens": found["tokens"],
-        "device": training.device,
-        "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
+        **_common(training, last),
     }
 
 
 def _classified(cell: Cell, model: ViT, last_step: Path) -> Row:
     """The row of a vision transformer. What counts, and is fitted, is its error on held-out images, in percent."""
-    training, about = cell.training, machine(cell.training.device)
+    training = cell.training
     last = json.loads((cell.folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
     device, data = resolve_device(training.device), images_of(model, last_step)
     found = images.measure(model.to(device), data, training.batch, device)
     error = 100 * (1 - found["accuracy"])
     names = ("loss", "accuracy", "calibration_error", "routed_share")
+    row = {name: found[name] for name in names} | {"loss_causal": error, "held_out": [[last["flops"], error]]}
+    row |= {"images": training.steps * training.batch, "measured_images": found["images"]}
+    return row | {"forward_flops_per_token": forward_flops(model.config)} | _common(training, last)
+
+
+def _common(training: Any, last: Row) -> Row:
+    """What all cells tell of their last step, and of their machine."""
+    about = machine(training.device)
     return {
-        **{name: found[name] for name in names},
-        "loss_causal": error,
-        "held_out": [[last["flops"], error]],
         "train_loss": last["loss"],
         "flops": last["flops"],
-        "images": training.steps * training.batch,
-        "forward_flops_per_token": forward_flops(model.config),
         "seconds": last["seconds"],
-        "measured_images": found["images"],
         "device": training.device,
         "machine": f"{about['device']}, torch {about['torch']}, commit {about['commit'] or 'unknown'}",
     }
