@@ -147,13 +147,9 @@ class ImagesConfig(RunConfig):
     crop: float = number(0.125, "[0, 1)", "share of a side by which images are shifted at most")
     zoom: float = number(1.0, "(0, 1]", "smallest share of an image's area that is cut out and enlarged; 1: all of it")
     flip: bool = option(True, "mirror half of the images")
-    randaugment: float = number(
-        0.0, "[0, 1]", "strength of two changes of geometry or colour to each image; 0: none"
-    )
+    randaugment: float = number(0.0, "[0, 1]", "strength of two changes of geometry or colour to each image; 0: none")
     mixup: float = number(0.0, "[0, 1]", "share of the images that are mixed with another, and their labels too")
-    cutmix: float = number(
-        0.0, "[0, 1]", "share of the images that get a part of another, and as much of its label"
-    )
+    cutmix: float = number(0.0, "[0, 1]", "share of the images that get a part of another, and as much of its label")
     erasing: float = number(0.0, "[0, 1]", "share of the images of which a rectangle is erased")
 
     def check_together(self) -> None:
