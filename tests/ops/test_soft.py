@@ -67,6 +67,11 @@ def test_a_token_of_zeros_and_a_row_of_padding_alone_have_finite_gradients():
     out = soft.weighted_means(weights.mT, x)
     assert (out[1] == 0).all()
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(out.sum(), (x, slots)))
+    layer, x = SoftMoE(8, 3), torch.randn(2, 5, 8, requires_grad=True)
+    update, _ = layer(x, mask=valid)
+    update.sum().backward()  # of padding, too
+    assert all(weight.grad.isfinite().all() for weight in (x, *layer.parameters()))
+    assert (x.grad[1, 3:] == 0).all()
 
 
 def test_one_exponential_serves_the_largest_scale():

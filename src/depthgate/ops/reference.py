@@ -109,4 +109,5 @@ def soft_exponentials(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | N
 
 def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
     """Twin of `soft.weighted_means`: probabilities first."""
-    return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(weights.dtype).tiny) @ x
+    sums = weights.sum(-1, keepdim=True)
+    return torch.where(sums > 0, weights / torch.where(sums > 0, sums, 1.0), 0.0) @ x

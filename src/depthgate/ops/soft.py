@@ -76,16 +76,16 @@ class _Means(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(weights, x)
-        return _in(x.dtype, torch.bmm(weights, x) / _sums(weights))
+        return _in(x.dtype, torch.bmm(weights, x) * _inverse_sums(weights))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         weights, x = ctx.saved_tensors
-        sums = _sums(weights)
-        scaled = (grads[0] / sums).to(x.dtype)
+        inverse = _inverse_sums(weights)
+        scaled = (grads[0] * inverse).to(x.dtype)
         each = torch.bmm(scaled, x.mT)
         # A mean moves towards what gets more weight, by the difference of the two.
-        mean = (weights * each).sum(-1, keepdim=True, dtype=sums.dtype) / sums
+        mean = (weights * each).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse
         return each - mean.to(x.dtype), torch.bmm(weights.mT, scaled)
 
 
@@ -94,7 +94,8 @@ def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
     return x if x.dtype is dtype else x.to(dtype)
 
 
-def _sums(weights: Tensor) -> Tensor:
-    """(B, M, K) -> (B, M, 1), in float32 or better and never 0."""
+def _inverse_sums(weights: Tensor) -> Tensor:
+    """(B, M, K) -> (B, M, 1), in float32 or better; 0 where all weights are."""
     wide = torch.promote_types(weights.dtype, torch.float32)
-    return weights.sum(-1, keepdim=True, dtype=wide).clamp(min=torch.finfo(wide).tiny)
+    sums = weights.sum(-1, keepdim=True, dtype=wide)
+    return torch.where(sums > 0, 1 / sums.clamp(min=torch.finfo(wide).tiny), 0.0)
