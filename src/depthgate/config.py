@@ -79,7 +79,7 @@ class ModelConfig(Options):
     first: str | None = choice(None, KINDS, "kind of the first layer, in place of the pattern's")
     capacity: float = option(0.125, "share of the tokens in a mod, mode_staged or random layer", check_capacity)
     gate: str = choice("one_plus_tanh", GATE_NAMES, "what a routed row is multiplied by")
-    rule: str = choice("predictor", RULE_NAMES, "how a token is routed causally")
+    rule: str = choice("threshold", RULE_NAMES, "how a token is routed causally")
     experts: int = count(8, "experts of a moe, mode or mode_staged layer", maximum=2**14)
     top_k: int = count(2, "experts each token uses; on average, where experts choose", maximum=2**14)
     pool: str = choice("batch", ("batch", "sequence"), "what experts choose their tokens out of")
