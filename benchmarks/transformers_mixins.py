@@ -1,8 +1,8 @@
-"""transformers' own model and generation tests, run on a routed Llama and on the dense one.
+"""transformers' own model and generation tests, run on a routed model and on the dense one of its family.
 
     pip download --no-deps --no-binary :all: transformers==5.22.2 && tar xf transformers-5.22.2.tar.gz
     pip install parameterized
-    python benchmarks/transformers_mixins.py transformers-5.22.2 [--json] [--only test_training]
+    python benchmarks/transformers_mixins.py transformers-5.22.2 [--family mistral] [--json] [--only test_training]
 
 The tree must be of the transformers that is installed. A source distribution holds the model tests alone; a checkout of
 the repository also holds tests/generation/test_utils.py, and its tests are then run, too. Routers are random here, not
@@ -25,7 +25,7 @@ import transformers
 from transformers import initialization
 
 from depthgate.hf import classes
-from depthgate.hf.families import Routing
+from depthgate.hf.families import FAMILIES, Routing
 
 # Tests that a routed model cannot pass, and why.
 _ATTENTIONS = "a routed layer attends among the tokens that entered: (C, C), not (T, T); if none did, there is nothing"
@@ -48,7 +48,6 @@ REASONS = {
     "test_assisted_decoding_sample": _ATTENTIONS,
     "test_prompt_lookup_decoding_matches_greedy_search": _ATTENTIONS,
     "test_generate_compilation_all_outputs": _ATTENTIONS,
-    "test_torch_save_load": "AutoModel has no routed class: without its head a model has no routing to load",
 }
 
 
@@ -87,8 +86,8 @@ class Tester:
     batch_size, seq_length, hidden_size = 5, 7, 32
     num_hidden_layers, num_attention_heads, num_key_value_heads = 2, 2, 2
 
-    def __init__(self, parent: Any, routed: bool) -> None:
-        self.parent, self.routed = parent, routed
+    def __init__(self, parent: Any, family: str, routed: bool) -> None:
+        self.parent, self.family, self.routed = parent, family, routed
 
     def get_config(self) -> Any:
         shape = {
@@ -104,9 +103,9 @@ class Tester:
             "eos_token_id": 2,
         }
         if not self.routed:
-            return transformers.LlamaConfig(**shape)
+            return getattr(transformers, FAMILIES[self.family].config)(**shape)
         routing = Routing((1,), 0.5, rule="scores").written()
-        return classes.MoDLlamaConfig(**shape, depthgate=routing)
+        return classes.config_class(self.family)(**shape, depthgate=routing)
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
         ids = torch.randint(3, 99, (self.batch_size, self.seq_length))
@@ -115,12 +114,12 @@ class Tester:
         return self.get_config(), {"input_ids": ids, "attention_mask": mask}
 
 
-def case(tree: Path, routed: bool) -> type[unittest.TestCase]:
-    model = classes.MoDLlamaForCausalLM if routed else transformers.LlamaForCausalLM
+def case(tree: Path, family: str, routed: bool) -> type[unittest.TestCase]:
+    model = classes.model_class(family) if routed else getattr(transformers, FAMILIES[family].model)
 
     def set_up(self: Any) -> None:
         torch.manual_seed(0)
-        self.model_tester = Tester(self, routed)
+        self.model_tester = Tester(self, family, routed)
 
     body = {"all_model_classes": (model,), "all_generative_model_classes": (model,), "setUp": set_up}
     return type("Routed" if routed else "Dense", (*mixins(tree), unittest.TestCase), body)
@@ -145,6 +144,7 @@ def outcome(test: unittest.TestCase) -> tuple[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=Path)
+    parser.add_argument("--family", choices=sorted(FAMILIES), default="llama")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="tests with this in their name")
     options = parser.parse_args()
@@ -153,7 +153,7 @@ def main() -> int:
     classes.neutral = random_router  # type: ignore[assignment]
     torch.set_num_threads(1)
     rows = []
-    dense, routed = case(options.tree, False), case(options.tree, True)
+    dense, routed = (case(options.tree, options.family, each) for each in (False, True))
     for name in unittest.TestLoader().getTestCaseNames(routed):
         if options.only in name:
             row = {"test": name, "dense": outcome(dense(name)), "routed": outcome(routed(name))}

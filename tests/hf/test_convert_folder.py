@@ -40,7 +40,10 @@ def test_it_writes_a_folder_that_loads_and_leaves_the_first_alone(folder, capsys
     printed = capsys.readouterr().out
     assert "    2           30%\n    3           100%\n" in printed
     out = folder.parent / "routed"
-    assert {path.name for path in out.iterdir()} == {*before, "modeling_depthgate.py"}
+    assert {path.name for path in out.iterdir()} == {*before, "modeling_depthgate.py", "README.md"}
+    card = (out / "README.md").read_text()
+    assert "--capacity 0.3 --layers 0,2 --rule threshold" in card
+    assert "| largest difference at capacity 1 | 0 |" in card
     assert {name: (folder / name).read_bytes() for name in before} == before
     model = AutoModelForCausalLM.from_pretrained(out)
     assert model.config.depthgate == {

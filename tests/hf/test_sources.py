@@ -72,6 +72,9 @@ def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(
     how = ["--data", str(tmp_path / "text.txt"), "--steps", "2", "--seq", "32", "--batch", "2", "--calibrate", "64"]
     assert main(["finetune", "--model", str(tmp_path / "model"), "--out", str(tmp_path / "done"), *how]) == 0
     assert json.loads((tmp_path / "done" / "config.json").read_text())["depthgate"]["capacity"] == [0.5, 0.25]
+    card = (tmp_path / "done" / "README.md").read_text()
+    assert "base_model: " in card
+    assert "| step | 2 |" in card
     (tmp_path / "done" / "config.json").unlink()  # as where the run was killed before its end
     capsys.readouterr()
     assert main(["eval", "--model", str(tmp_path / "done"), "--data", str(tmp_path / "text.txt")]) == 2

@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from depthgate.config import ConvertConfig, check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
 from depthgate.files import new_folder
 from depthgate.hf.adapter import collected
+from depthgate.hf.card import write_card
 from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall
 from depthgate.hf.families import (
     OURS,
@@ -240,7 +240,12 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     set_capacity(model, 1.0)
     difference = check_same(model, probe, (dense, dense))
     set_capacity(model, asked)
-    save(model, partial(copy_tokenizer, tokenizer, source), out)
+
+    def write(folder: Path) -> None:
+        copy_tokenizer(tokenizer, source, folder)
+        write_card(folder, out.name, model, "convert", config, {"largest_difference_at_capacity_1": difference})
+
+    save(model, write, out)
     return model.config, changes, difference
 
 

@@ -8,22 +8,25 @@ Routers look at tokens as they are. In a pretrained model some channels are a th
 one step of AdamW would turn a router over; a scaled one learns as if every channel had the size 1.
 """
 
+import json
 import math
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from depthgate.checkpoint.store import METRICS
 from depthgate.config import FinetuneConfig
 from depthgate.data.batches import Packed, Rows
 from depthgate.device import count_flops
 from depthgate.errors import DepthgateError, installed
 from depthgate.flops import budget
 from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
+from depthgate.hf.card import write_card
 from depthgate.hf.classes import ROUTER
 from depthgate.hf.conversion import calibration_inputs, save, set_capacity, watched
 from depthgate.hf.families import decoder_layers
@@ -152,7 +155,13 @@ class Recovery:
         unscale_routers(self.language.routed)
         cast(self.model, self._stored).cpu().eval()
         source = Path(self.config.model)
-        save(self.model, partial(copy_tokenizer, find_tokenizer(source), source), folder, last="config.json")
+
+        def write(part: Path) -> None:
+            copy_tokenizer(find_tokenizer(source), source, part)
+            last = json.loads((folder / METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
+            write_card(part, folder.name, self.model, "finetune", self.config, last)
+
+        save(self.model, write, folder, last="config.json")
 
 
 def falling_steps(share: float, steps: int) -> int:
