@@ -30,6 +30,8 @@ def test_every_head_of_a_family_is_routed_as_the_language_model_is(tmp_path, kin
     model, ids = routed(kind), tokens(2, 12)
     model.save_pretrained(tmp_path / "model")
     want = model.base_model(ids, use_cache=False).last_hidden_state
+    model.base_model.save_pretrained(tmp_path / "decoder")
+    close(AutoModel.from_pretrained(tmp_path / "decoder")(ids, use_cache=False).last_hidden_state, want)
     for name in heads(kind):
         again = getattr(transformers, name).from_pretrained(tmp_path / "model")
         assert type(again).__name__ == f"MoD{heads(kind)[name]}"

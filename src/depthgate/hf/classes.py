@@ -191,7 +191,7 @@ def neutral(router: TopTokens, zeros_: Any = nn.init.zeros_) -> None:
 def install(model: Any) -> None:
     """Route the layers that the model's config names."""
     config, decoder = model.config, model.base_model
-    model.routing = routing = Routing.read(config.depthgate, config.num_hidden_layers)
+    model.routing = decoder.routing = routing = Routing.read(config.depthgate, config.num_hidden_layers)
     config.depthgate = routing.written()
     kind, layers = config.model_type.removeprefix(PREFIX), decoder_layers(model)
     no_loss = routing.rule != "scores"  # only the rule `scores` has a loss that reads them
@@ -224,8 +224,8 @@ def uninstall(model: Any) -> None:
     for layer in routed_layers(model):
         del layer.depth_router
         _become(layer, getattr(modeling(kind), FAMILIES[kind].layer))
-    vars(model).pop("routing", None)
     for part in (model.base_model, model):
+        vars(part).pop("routing", None)
         _become(part, getattr(modeling(kind), type(part).__name__.removeprefix("MoD")))
     model._no_split_modules = {*(model._no_split_modules or ())} - {layer_class(kind).__name__}
 
