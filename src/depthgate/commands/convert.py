@@ -35,8 +35,7 @@ def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     shares = dict(zip(routing["layers"], capacities, strict=False))
     lines = [f"{'layer':>5} {'change':>8}  tokens that enter"]
     for i in range(routed.num_hidden_layers):
-        share = shares.get(i, 1)
-        lines.append(f"{i:5} {'' if changes is None else f'{changes[i]:.4f}':>8}  {share:.0%}")
+        lines.append(f"{i:5} {'' if changes is None else f'{changes[i]:.4f}':>8}  {shares.get(i, 1):.0%}")
     if changes is not None:
         lines.append("change: mean |f(x) - x| / |x| over the tokens of the text")
     lines.append("these shares hold in training; in evaluation all tokens enter until routers have learnt (finetune)")

@@ -19,18 +19,8 @@ from depthgate.hf.families import Routing
 from depthgate.hf.layer import routed_layers
 from depthgate.hf.recover import calibrate
 
-__all__ = [
-    "Routing",
-    "calibrate",
-    "convert",
-    "export",
-    "layer_changes",
-    "register",
-    "routed_layers",
-    "set_capacity",
-    "to_decoder",
-    "to_dense",
-]
+__all__ = ["Routing", "calibrate", "convert", "export", "layer_changes", "register", "routed_layers"]
+__all__ += ["set_capacity", "to_decoder", "to_dense"]
 
 if find_spec("transformers") is not None:
     register()

@@ -40,15 +40,7 @@ def write_card(folder: Path, name: str, model: Any, verb: str, config: Options, 
     }
     rows = [f"| {key.replace('_', ' ')} | {f'{v:.6g}' if isinstance(v, float) else v} |" for key, v in figures.items()]
     routing = model.config.depthgate
-    text = _TEXT.format(
-        base=asked["model"],
-        name=name,
-        kind=type(model).__name__,
-        layers=", ".join(map(str, routing["layers"])),
-        capacity=routing["capacity"],
-        rule=routing["rule"],
-        mode=model.config.routing_mode,
-        command=" ".join(["depthgate", verb, *(f"--{key} {value}" for key, value in asked.items())]),
-        rows="\n".join(rows),
-    )
-    (folder / CARD).write_text(text, encoding="utf-8")
+    values = {**routing, "layers": ", ".join(map(str, routing["layers"])), "base": asked["model"], "name": name}
+    values |= {"kind": type(model).__name__, "mode": model.config.routing_mode, "rows": "\n".join(rows)}
+    command = " ".join(["depthgate", verb, *(f"--{key} {value}" for key, value in asked.items())])
+    (folder / CARD).write_text(_TEXT.format(**values, command=command), encoding="utf-8")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError, DepthgateWarning, check_choice, installed
 from depthgate.hf.decoder import RoutedDecoder
-from depthgate.hf.families import FAMILIES, OURS, PREFIX, VALUES, Routing, decoder_layers, heads, modeling
+from depthgate.hf.families import FAMILIES, HEADS, OURS, PREFIX, VALUES, Routing, decoder_layers, heads, modeling
 from depthgate.hf.folder import CODE, check_code, code_names
 from depthgate.hf.inputs import MODES, PADDING, causal_of, places
 from depthgate.hf.layer import DepthRouter, RoutedLayer, routed_layers
@@ -91,8 +91,9 @@ class RoutedModel(_Base):  # type: ignore[misc]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """Save the model with the routing that it has, whatever was written into its config since it was made."""
-        has = {**self.routing.written(), "rule_loss": self.config.depthgate["rule_loss"]}
-        if self.config.depthgate != has:
+        routing: Routing | None = vars(self).get("routing")
+        has = routing and {**routing.written(), "rule_loss": self.config.depthgate["rule_loss"]}
+        if has and self.config.depthgate != has:
             what = "config.depthgate was changed, which does not change the model; what the model has is saved"
             warnings.warn(f"{what}. For another capacity call dg.hf.set_capacity", DepthgateWarning, stacklevel=2)
             self.config.depthgate = has
@@ -136,9 +137,6 @@ class DecoderModel(RoutedModel):
         super(RoutedModel, self).__init__(config, *args, **kwargs)
         self.model = Decoder(ModelConfig(**config.depthgate))
         self.post_init()
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        return super(RoutedModel, self).save_pretrained(*args, **kwargs)
 
     def initialize_weights(self) -> None:
         """Do nothing: a new Decoder has made its weights."""
@@ -311,16 +309,11 @@ def register_models(kind: str) -> None:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    names = {  # pipelines look a model up by its name, and so does Trainer, which would smooth other labels unshifted
-        "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForTokenClassification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    }
     for head in ("AutoModelForCausalLM",) if kind == OURS else heads(kind):
         model = model_class(kind, head)
         getattr(transformers, head).register(model.config_class, model, exist_ok=True)
-        if head in names:
-            names[head][model.config_class.model_type] = model.__name__
+        if head != "AutoModel":  # pipelines and Trainer look a model up by its name: others' labels are not shifted
+            getattr(auto, HEADS[head])[model.config_class.model_type] = model.__name__
 
 
 def _inherit(model: Any, base: Any, kind: str) -> None:

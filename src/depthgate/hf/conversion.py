@@ -115,7 +115,9 @@ def to_dense(model: Any) -> Any:
     through all layers, with the weights that it has now. The model is also returned."""
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
     if not kind.startswith(PREFIX) or hasattr(model, "merge_and_unload"):
-        hint = "call merge_and_unload() first" if hasattr(model, "merge_and_unload") else "there is nothing to take out"
+        hint = (
+            "merge_and_unload() comes first" if hasattr(model, "merge_and_unload") else "there is nothing to take out"
+        )
         raise InvalidValueError(f"model is a {type(model).__name__}, not a converted model: {hint}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -144,7 +146,8 @@ def set_capacity(model: Any, capacity: float | Sequence[float]) -> None:
     layers = routed_layers(model)
     if not layers:
         raise InvalidValueError("the model has no routed layers: convert it with dg.hf.convert")
-    shares = float(capacity) if isinstance(capacity, float | int) else tuple(capacity)
+    shares = (capacity,) if isinstance(capacity, float | int) else tuple(capacity)
+    shares = float(shares[0]) if len({*shares}) == 1 else shares  # type: ignore[assignment]
     routing = replace(routed[0].routing, capacity=shares)
     for layer, share in zip(layers, routing.capacities, strict=True):
         for part in layer.modules():
@@ -234,8 +237,8 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     if not dense.isfinite().all():
         raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
     shares = config.capacities
-    measured = batch if config.capacity_by == "change" else None
-    convert(model, shares[0] if len(shares) == 1 else shares, layers, **how, calibration=measured)
+    how["calibration"] = batch if config.capacity_by == "change" else None
+    convert(model, shares[0] if len(shares) == 1 else shares, layers, **how)
     asked = model.routing.capacity
     set_capacity(model, 1.0)
     difference = check_same(model, probe, (dense, dense))

@@ -44,8 +44,7 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
     def _bounded(self, tokens: Tokens, kwargs: dict[str, Any]) -> bool:
         """True for a causal pass of compiled layers that can be computed again: one that is not given a cache."""
         causal = not self.training if tokens.causal is None else tokens.causal
-        given = kwargs.get("past_key_values") is not None
-        if not causal or given or (self.gradient_checkpointing and self.training):
+        if not causal or kwargs.get("past_key_values") is not None or (self.gradient_checkpointing and self.training):
             return False
         if torch.compiler.is_compiling():
             return _may_break() and not torch.compiler.is_exporting()

@@ -33,6 +33,12 @@ VALUES = {  # of a ModelConfig -> of configs of transformers
     "tied": "tie_word_embeddings",
     "norm_eps": "rms_norm_eps",
 }
+HEADS = {  # Auto class -> the table of transformers that names its models
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModel": "MODEL_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+}
 _CONTRACT = ("hidden_states", "attention_mask", "position_ids", "past_key_values", "position_embeddings")
 
 
@@ -82,12 +88,7 @@ def heads(kind: str) -> dict[str, str]:
     """The models of a family that transformers has, by their Auto class; AutoModel names the decoder without a head."""
     from transformers.models.auto import modeling_auto as auto
 
-    found = {
-        "AutoModelForCausalLM": FAMILIES[kind].model,
-        "AutoModel": auto.MODEL_MAPPING_NAMES[kind],
-        "AutoModelForSequenceClassification": auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind),
-        "AutoModelForTokenClassification": auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(kind),
-    }
+    found = {name: getattr(auto, table).get(kind) for name, table in HEADS.items()}
     return {name: model for name, model in found.items() if model is not None}
 
 

@@ -7,6 +7,7 @@ Parameters keep their names; `depth_router`, a TopTokens, is added. A forward ho
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -171,14 +172,11 @@ def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:
         return y
     rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy
     if isinstance(rule, Threshold):
-
-        def move() -> None:
-            rule.update(plan.scores, plan.valid, capacity)
-
-        if not plan.causal or torch.compiler.is_compiling():
-            return with_loss(y, None, move)
-        # The choice reads the threshold, and activation checkpointing may still have to make it again.
-        return with_loss(y, None, lambda: Variable._execution_engine.queue_callback(move))
+        move = partial(rule.update, plan.scores, plan.valid, capacity)
+        if plan.causal and not torch.compiler.is_compiling():
+            # The choice reads the threshold, and activation checkpointing may still have to make it again.
+            return with_loss(y, None, partial(Variable._execution_engine.queue_callback, move))
+        return with_loss(y, None, move)
     if not tokens.rule_loss or not plan.decision.requires_grad:
         return y
     if plan.causal:  # the rule learns what the top k would have been

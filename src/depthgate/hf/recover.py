@@ -11,7 +11,8 @@ one step of AdamW would turn a router over; a scaled one learns as if every chan
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,8 +101,7 @@ class Recovery:
         left = (capacity - self.goal) / (1 - self.goal) if self.goal < 1 else 0.0
         if self.config.compile:  # a graph for each of a few capacities
             left = math.ceil(_CAPACITIES * left - 1e-9) / _CAPACITIES
-        each = [goal + (1 - goal) * left for goal in self._goals]
-        set_capacity(self.model, each[0] if len({*each}) == 1 else each)
+        set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
 
     def calibrate(self, packed: Packed) -> None:
         """Calibrate the routers of a new run, if the configuration asks for it."""
@@ -227,11 +227,8 @@ def calibrate(model: Any, batch: Any) -> None:
         raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")
     inputs = calibration_inputs(model, batch)
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
-    goals = [layer.depth_router.capacity for layer in layers]
-    set_capacity(model, 1.0)
-    with watched(model, layers) as seen:
+    with _all_dense(model, layers) as seen:
         model(**inputs, use_cache=False, causal_routing=False)
-    set_capacity(model, goals[0] if len({*goals}) == 1 else goals)
     scale_routers(layers)
     _calibrate(layers, seen, mask.flatten(), (mask & (mask.cumsum(1) == 1)).flatten(), fit=True)
     unscale_routers(layers)
@@ -242,14 +239,21 @@ def calibrate_rows(language: Any, rows: Rows) -> None:
     """The same for the scaled routers of an HFLanguageModel, on packed rows; those that are not neutral are scaled, and
     compute what they did."""
     neutral = not any(layer.depth_router.proj.weight.any() for layer in language.routed)
-    goals = [layer.depth_router.capacity for layer in language.routed]
-    set_capacity(language.model, 1.0)
-    with watched(language.model, language.routed) as seen:
+    with _all_dense(language.model, language.routed) as seen:
         for tokens, pos in zip(rows.tokens, rows.pos, strict=True):
             language.hidden(tokens[None].to(language.device), pos[None].to(language.device), causal=False)
-    set_capacity(language.model, goals[0] if len({*goals}) == 1 else goals)
     first = (rows.pos == 0).flatten().to(language.device)
     _calibrate(language.routed, seen, torch.ones_like(first), first, neutral)
+
+
+@contextmanager
+def _all_dense(model: Any, layers: Sequence[RoutedLayer]) -> Iterator[Any]:
+    """What `watched` gives, at capacity 1."""
+    goals = [layer.depth_router.capacity for layer in layers]
+    set_capacity(model, 1.0)
+    with watched(model, layers) as seen:
+        yield seen
+    set_capacity(model, goals)
 
 
 def _calibrate(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor, first: Tensor, fit: bool) -> None:
