@@ -26,7 +26,7 @@ from depthgate.generation.text import Event, Generation, Prompt, Writing, check_
 from depthgate.model import Decoder
 
 _PAGE, _MOST_ROWS = 256, 64
-_CHUNKS = 16  # of tokens of prompts that are read at once while no request is written
+_CHUNKS = 32  # of tokens of prompts that are read at once while no request is written
 _AHEAD = 3  # steps that a GPU has before it while the first of them is read
 _MOST_LIKELY = 20  # tokens whose log-probabilities a request may ask for
 
