@@ -7,7 +7,7 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from depthgate.data.batches import Rows, permuted
+from depthgate.data.batches import Rows
 from depthgate.data.token_file import mix
 from depthgate.errors import DepthgateError, installed, warn_once
 from depthgate.vision import ImagesConfig
@@ -221,11 +221,17 @@ class Shuffled:
 
     def rows(self, numbers: Sequence[int]) -> Rows:
         """The images of these numbers."""
-        N = len(self.images.labels)
-        places = (divmod(number, N) for number in numbers)
-        index = torch.tensor([permuted(i, N, mix(self.seed, epoch)) for epoch, i in places])
-        number = torch.tensor(list(numbers))
+        N, number = len(self.images.labels), torch.tensor(list(numbers))
+        epoch, index = number // N, torch.empty_like(number)
+        for each in epoch.unique().tolist():
+            index[epoch == each] = _order(N, mix(self.seed, each))[number[epoch == each] % N]
         return Rows(self.images.pixels[index], self.images.labels[index], number, torch.zeros_like(number))
+
+
+@lru_cache(4)
+def _order(N: int, key: int) -> Tensor:
+    """The order of an epoch."""
+    return torch.randperm(N, generator=torch.Generator().manual_seed(key % 2**63))
 
 
 def chance(number: Tensor, *stream: int) -> Tensor:
