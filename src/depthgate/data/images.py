@@ -223,7 +223,7 @@ class Shuffled:
         """The images of these numbers."""
         N, number = len(self.images.labels), torch.tensor(list(numbers))
         epoch, index = number // N, torch.empty_like(number)
-        for each in epoch.unique().tolist():
+        for each in {*epoch.tolist()}:
             index[epoch == each] = _order(N, mix(self.seed, each))[number[epoch == each] % N]
         return Rows(self.images.pixels[index], self.images.labels[index], number, torch.zeros_like(number))
 
