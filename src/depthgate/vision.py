@@ -7,8 +7,7 @@ from depthgate.config import GATE_NAMES, RunConfig
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_number
 from depthgate.options import Options, choice, count, number, option
 
-KINDS = ("dense", "soft_moe", "moe", "mod")
-LEARNT = ("learnt", "uniform")
+KINDS, LEARNT = ("dense", "soft_moe", "moe", "mod"), ("learnt", "uniform")
 
 
 def check_side(given: Any, name: str) -> tuple[int, int]:

@@ -313,11 +313,9 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
         found["prefix"] = prefix + F.pad(places, (0, 0, 0, len(prefix) - len(places)))
     pooling = "class" if about is not None or model.global_pool == "token" else "mean"
     layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
-    heads, eps, act = (
-        (about.num_attention_heads, about.layer_norm_eps, about.hidden_act)
-        if about is not None
-        else (blocks[0].attn.num_heads, blocks[0].norm1.eps, type(blocks[0].mlp.act).__name__.lower())  # type: ignore[index]
-    )
+    block: Any = blocks[0] if blocks is not None else None
+    heads, eps = (about.num_attention_heads, about.layer_norm_eps) if about else (block.attn.num_heads, block.norm1.eps)
+    act = about.hidden_act if about else type(block.mlp.act).__name__.lower()
     sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
     ends = {"pooling": pooling, "registers": len(prefix) - (pooling == "class"), "classes": len(found["head.weight"])}

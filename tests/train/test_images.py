@@ -85,7 +85,7 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     folder.mkdir()
     Image.fromarray(images.pixels[0].permute(1, 2, 0).numpy()).save(folder / "one.png")
     capsys.readouterr()
-    for given, many in ([], 12), ([f"--images={folder}"], 1):
+    for given, many in ([], 10), ([f"--images={folder}"], 1):
         assert main(["view", f"--model={run}", f"--out={tmp_path / 'page.html'}", *given, "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["images"]
         assert len(shown) == many

@@ -110,7 +110,8 @@ def _vision(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callab
         names, pixels = read_folder(config.images, of.size, of.channels, _IMAGES)
     else:
         held_out = images_of(vit, folder)
-        pixels, labels = held_out.pixels[:_IMAGES], held_out.labels[:_IMAGES].tolist()
+        every = -(-len(held_out.labels) // _IMAGES)
+        pixels, labels = held_out.pixels[::every], held_out.labels[::every].tolist()
         names = [f"held-out image {n} ({held_out.names[label]})" for n, label in enumerate(labels)]
     logits, plans = vit(pixels.to(vit.position.device))
     best = logits.float().softmax(-1).max(-1)

@@ -27,8 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 _SOFT = {"pattern": "soft_moe"}
 IMAGE_VARIANTS: dict[str, dict[str, Any]] = {
-    "dense": {"pattern": "dense"},
-    "soft_moe": _SOFT,
+    **{"dense": {"pattern": "dense"}, "soft_moe": _SOFT},
     "moe": {"pattern": "moe", "experts": 16},
     "mod": {"pattern": "dense,mod"},
     "uniform_dispatch": {**_SOFT, "dispatch": "uniform"},

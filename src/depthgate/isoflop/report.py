@@ -164,10 +164,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
 
 def _of_images(sentence: str) -> str:
     """A sentence on losses as one on errors."""
-    words = {"causal loss": "error", "nats per token": "percent", "loss": "error"}
-    for word, other in words.items():
-        sentence = sentence.replace(word, other)
-    return sentence
+    return sentence.replace("causal loss", "error").replace("nats per token", "percent").replace("loss", "error")
 
 
 def compared(curves: Sequence[Curve]) -> list[str]:

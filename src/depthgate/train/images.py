@@ -14,7 +14,6 @@ from depthgate.data.images import Images, Shuffled, augmented, chance, open_imag
 from depthgate.device import ALONE, World, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
-from depthgate.layers import MoD
 from depthgate.routing import Groups, Plans, depth_plans, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
 from depthgate.train.loop import Loop
@@ -41,7 +40,8 @@ def train(config: ImagesConfig, resume: bool) -> int:
         optimizers = [optim.adamw(weights, config, _decays, graph)]
         shuffled = Shuffled(images, config.model.context, config.seed)
         loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
-        seen = Images(held_out.pixels[:_GLANCE], held_out.labels[:_GLANCE], images.names)
+        every = -(-len(held_out.labels) // _GLANCE)  # evenly spread: folders are sorted by class
+        seen = Images(held_out.pixels[::every], held_out.labels[::every], images.names)
         loop.look = lambda: glance(task.model, seen, config, world.device)
         loop.look_every = max(-(-config.steps // 10), 32 * len(seen.labels) // config.batch)
         return loop.run(resume)
@@ -87,13 +87,10 @@ class Classification:
         self._augmented = torch.compile(augmented, dynamic=False) if compiled else augmented
 
     def set_capacity(self, capacity: float) -> None:
-        self.capacity = capacity
-        for module in self.model.layers.modules():
-            if isinstance(module, MoD):
-                module.router.capacity = capacity
+        """Never asked to: the capacity of images stays what it is."""
 
     def loss(self, rows: Rows) -> tuple[Tensor, Tensor | float, list[Tensor], Plans]:
-        config, (mean, std) = self.config, (self.model.pixel_mean, self.model.pixel_std)
+        config, mean, std = self.config, self.model.pixel_mean, self.model.pixel_std
         with torch.no_grad(), torch.autocast(rows.tokens.device.type, enabled=False):
             x, target = self._augmented(rows.tokens, rows.targets, rows.pos, config, mean, std)
             survive = surviving(rows.pos, config)
@@ -127,8 +124,8 @@ def glance(model: ViT, images: Images, config: ImagesConfig, device: str) -> dic
     """Figures of some held-out images, for the page of a run."""
     with torch.compiler.set_stance("force_eager"), precision(config, device), suppress(DepthgateError):
         found = measure(model, images, config.batch, device)
-        more = {"causal_share": found["routed_share"], "agreement": []}
-        return {"held_out_loss": found["loss"], "held_out_accuracy": found["accuracy"], **more}
+        row = {"held_out_loss": found["loss"], "held_out_accuracy": found["accuracy"]}
+        return row | {"causal_share": found["routed_share"], "agreement": []}
     return {}
 
 

@@ -4,6 +4,7 @@ import base64
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import compress
 from statistics import fmean
 
@@ -56,19 +57,16 @@ def images_page(title: str, about: object, shown: Sequence[tuple[str, Decisions,
             parts.append(_small_maps(f"patches-{n}", heading, gates, image, names, None, f"-{n}"))
         parts += _slot_maps(found.slots, image, f"-{n}")
         sections[name] = pages.join(parts) if len(parts) > 1 else pages.fill("no_routing")
-    first = shown[0][1]
+    first, every = shown[0][1], [found for _, found, _ in shown]
     charts = []
     for place, layer in enumerate(first.slots):
-        each = [found.slots[place].bars for _, found, _ in shown]
-        bars = {expert: fmean(of[expert] for of in each) for expert in layer.bars}
+        bars = {expert: fmean(found.slots[place].bars[expert] for found in every) for expert in layer.bars}
         charts.append(_load(layer.name, _PARTS, bars, "share", 1 / len(bars), "soft"))
     if charts:
         sections["Load of the experts, over all images"] = pages.row(charts)
     if first.experts:
-        whole = [
-            ExpertLayer(e.name, e.experts, 0, [c for _, f, _ in shown for c in f.experts[place].choices])
-            for place, e in enumerate(first.experts)
-        ]
+        chosen = [[c for found in every for c in found.experts[i].choices] for i in range(len(first.experts))]
+        whole = [replace(layer, choices=choices) for layer, choices in zip(first.experts, chosen, strict=True)]
         sections["Experts, over all images"] = _expert_layers(whole, None)
     return pages.page(title, sections)
 
