@@ -47,17 +47,18 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
         if not causal or kwargs.get("past_key_values") is not None or (self.gradient_checkpointing and self.training):
             return False
         if torch.compiler.is_compiling():
-            return _may_break() and not torch.compiler.is_exporting()
+            return bool(_may_break())
         return any(layer._compiled_call_impl is not None for layer in routed_layers(self))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _may_break() -> bool:
-    """False while fullgraph=True compiles, which refuses to look at values in between: all tokens then have slots."""
+    """False for fullgraph=True and exported graphs, which refuse to look at values in between: all tokens have slots."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracing: Any = InstructionTranslator.current_tx()
-    return not (tracing.one_graph or getattr(tracing, "error_on_graph_break", False))
+    whole = tracing.one_graph or getattr(tracing, "error_on_graph_break", False)
+    return not whole and not torch.compiler.is_exporting()  # compiled, torch 2.11 always says that it exports
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
