@@ -222,13 +222,12 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     check_generation(source)
     model = load(source)
     family_of(model)
-    changes, layers = None, config.layer_choice
-    tokenizer = find_tokenizer(source)
+    tokenizer, layers = find_tokenizer(source), config.layer_choice
     batch = None if config.text is None else _calibration(tokenizer, Path(config.text), model)
-    if batch is not None:
-        changes = layer_changes(model, batch)
+    changes = None if batch is None else layer_changes(model, batch)
     how: dict[str, Any] = {"capacity_by": config.capacity_by, "routing_mode": config.routing_mode}
     how |= {"gate": config.gate or "one_plus_tanh", "rule": config.rule or "predictor"}
+    how["calibration"] = batch if config.capacity_by == "change" else None
     if layers == "auto":
         layers = least_changing(changes or [])
     probe, last = probe_for(config, model.config)
@@ -237,9 +236,7 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     if not dense.isfinite().all():
         raise DepthgateError(f"{source} gives logits that are not finite: its weights are damaged")
     shares = config.capacities
-    how["calibration"] = batch if config.capacity_by == "change" else None
-    convert(model, shares[0] if len(shares) == 1 else shares, layers, **how)
-    asked = model.routing.capacity
+    asked = convert(model, shares[0] if len(shares) == 1 else shares, layers, **how).routing.capacity
     set_capacity(model, 1.0)
     difference = check_same(model, probe, (dense, dense))
     set_capacity(model, asked)

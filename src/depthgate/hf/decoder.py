@@ -34,7 +34,7 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
         if not self._bounded(tokens, kwargs):
             return self.once(*args, **{**kwargs, KEYWORD: tokens})
         lacking = torch.zeros((), dtype=torch.long, device=next(self.parameters()).device)
-        out = self.once(*args, **{**kwargs, KEYWORD: tokens._replace(lacking=lacking)})
+        out = self.once(*args, **kwargs, **{KEYWORD: tokens._replace(lacking=lacking)})
         return _with_enough_slots(self, tokens, args, kwargs, lacking, out)
 
     def once(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,12 +53,12 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _may_break() -> bool:
-    """False for fullgraph=True and exported graphs, which refuse to look at values in between: all tokens have slots."""
+    """False for fullgraph=True and exported graphs, which cannot look at values in between: all tokens have slots."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     tracing: Any = InstructionTranslator.current_tx()
-    whole = tracing.one_graph or getattr(tracing, "error_on_graph_break", False)
-    return not whole and not torch.compiler.is_exporting()  # compiled, torch 2.11 always says that it exports
+    # Asked by compiled code, torch 2.11 always says that it exports.
+    return not (tracing.one_graph or tracing.error_on_graph_break or torch.compiler.is_exporting())
 
 
 @torch._dynamo.disable  # type: ignore[untyped-decorator]
