@@ -158,10 +158,13 @@ class Batch:
             if last_key is not None:
                 last_key[row] = k[:, -1]
                 k = with_half_of(k, torch.cat((k[:, :1], k[:, :-1]), 1))
-            place = torch.arange(n, device=self.device)
-            page = self.tables[layer.group, row].long()[place // self.size]
-            layer.kv[page, 0, :, place % self.size] = k.transpose(0, 1)
-            layer.kv[page, 1, :, place % self.size] = v.transpose(0, 1)
+            pages, full, rest = tables[layer.group], n // self.size, n % self.size
+            for place, each in enumerate((k, v)):
+                if full:
+                    whole = each[:, : n - rest].unflatten(1, (full, self.size)).transpose(0, 1)
+                    layer.kv[torch.tensor(pages[:full], device=self.device), place] = whole
+                if rest:
+                    layer.kv[pages[full], place, :, :rest] = each[:, n - rest :]
         self.pos[row] = lengths[0]
         for name, value in state.items():
             getattr(self, name)[row] = value
