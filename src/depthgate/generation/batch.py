@@ -161,7 +161,7 @@ class Batch:
             pages, full, rest = tables[layer.group], n // self.size, n % self.size
             for place, each in enumerate((k, v)):
                 if full:
-                    whole = each[:, : n - rest].unflatten(1, (full, self.size)).transpose(0, 1)
+                    whole = each[:, : n - rest].reshape(len(each), full, self.size, -1).transpose(0, 1)
                     layer.kv[torch.tensor(pages[:full], device=self.device), place] = whole
                 if rest:
                     layer.kv[pages[full], place, :, :rest] = each[:, n - rest :]
