@@ -136,7 +136,7 @@ def load(path: str | Path) -> Any:
     if not os.path.isdir(folder):
         remedy = near(str(folder), map(str, folder.parent.glob("*/"))) or ": give a run, or one of its checkpoints"
         raise DepthgateError(f"{folder} is not a folder{remedy}")
-    if (folder / "finetune.json").exists():
+    if os.path.exists(folder / "finetune.json"):
         what = f"{folder} is a run of depthgate finetune that has not finished, and holds no model yet"
         raise DepthgateError(f"{what}: go on with the same command and --resume")
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load

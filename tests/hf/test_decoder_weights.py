@@ -138,15 +138,16 @@ def test_a_decoder_computes_what_a_model_of_transformers_does(kind):
 
 @torch.no_grad()
 def test_a_half_precision_model_keeps_its_routers_whole():
+    ids = tokens(2, 9)
+    truth = decoder("llama")(ids, causal=True).logits
     mine = decoder("llama").bfloat16()
     theirs = dg.hf.export(mine)
     assert {str(w.dtype) for w in theirs.parameters()} == {"torch.bfloat16", "torch.float32"}
     assert {w.dtype for layer in dg.hf.routed_layers(theirs) for w in layer.depth_router.parameters()} == {
         torch.float32
     }
-    ids = tokens(2, 9)
-    want = mine(ids, causal=True).logits
-    assert (theirs(ids).logits - want).abs().max() <= 0.03 * want.abs().max()
+    ours, others = ((each - truth).abs().max() for each in (mine(ids, causal=True).logits, theirs(ids).logits))
+    assert others <= 2 * ours <= 0.1 * truth.abs().max()
 
 
 @pytest.mark.parametrize(
