@@ -23,7 +23,7 @@ TOLERANCE = {
     torch.float16: (5e-3, 5e-3),
 }
 
-settings.register_profile("default", deadline=None, max_examples=60, derandomize=True)
+settings.register_profile("default", deadline=None, max_examples=40, derandomize=True)
 settings.load_profile("default")
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # `make test` runs two workers side by side
 os.environ.setdefault("OMP_NUM_THREADS", str(THREADS))

@@ -221,22 +221,22 @@ def test_a_study_grows_when_asked_to(home, own):
 def test_killed_and_gone_on_with(home, finished, tmp_path):
     out = tmp_path / "killed"
     data = ["--data", str(home / "text.jsonl"), "--out", str(out)]
-    dense = ["--variants", "dense"]
+    dense = ["--variants", "dense", "--budgets", "1.38e8"]
     command = [sys.executable, "-m", "depthgate", "isoflop", *data, *GRID, *dense, "--parallel", "1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
-    while process.poll() is None and not len(list(out.glob("cells/*/result.json"))) >= 2:
+    while process.poll() is None and not list(out.glob("cells/*/result.json")):
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     done = {path: path.stat().st_mtime_ns for path in out.glob("cells/*/result.json")}
-    assert 2 <= len(done) < 6
+    assert 1 <= len(done) < 3
     moved = tmp_path / "moved"  # the same text in another place is the same text
     moved.mkdir()
     shutil.copy(home / "text.jsonl", moved)
     assert study(moved, out, *dense) == 0
     assert {path: path.stat().st_mtime_ns for path in done} == done
     whole = {(r["budget"], r["params"]): r["loss_causal"] for r in rows(finished)}
-    assert len(rows(out)) == 6
+    assert len(rows(out)) == 3
     for row in rows(out):
         assert row["loss_causal"] == pytest.approx(whole[row["budget"], row["params"]], rel=1e-3)
 
