@@ -1,6 +1,7 @@
 """Runs that are stopped, at any moment and in any way, and go on: the end is as if nothing had happened (rows 1, 2,
 12 to 15 and 45 of docs/reliability.md)."""
 
+import json
 import os
 import signal
 import subprocess
@@ -185,8 +186,9 @@ def test_steps_are_the_total_also_when_resumed_and_every_run_saves_at_its_end(tm
     assert checkpoint.steps(tmp_path / "a") == [3]
     assert train(tmp_path / "a", data, 7, "--resume") == 0
     assert checkpoint.steps(tmp_path / "a") == [5, 7]
-    for steps in (7, 2):  # nothing is left to do, and nothing is lost
-        assert train(tmp_path / "a", data, steps, "--resume") == 0
+    for steps, code in ((7, 0), (2, 2)):  # nothing is left to do, or fewer steps than there are; and nothing is lost
+        assert train(tmp_path / "a", data, steps, "--resume") == code
+        assert json.loads((tmp_path / "a" / "config.json").read_text())["steps"] == 7
         assert checkpoint.load(tmp_path / "a").step == 7
         assert [row["step"] for row in rows(tmp_path / "a")] == list(range(1, 8))
 
