@@ -98,8 +98,6 @@ def _check_goes_on(config: RunConfig, resume: bool, path: Path) -> None:
         warnings.warn(f"{error}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=4)
         return
     check_same(plain(config), as_written_now(recorded), run)
-    if config.steps < (done := max(checkpoint.steps(run), default=0)):
-        raise InvalidValueError(f"steps is {config.steps}, and {run} has {done} already: give more, or leave it out")
     if config.schedule_steps is None and recorded.get("steps") != config.steps:
         was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
         warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=4)
@@ -150,6 +148,10 @@ def check_found(
 ) -> None:
     """Refuse a checkpoint that this run cannot have saved, whatever its hashes say. `new` is the state of a new run,
     `held` are the tensors of `model` that a checkpoint holds."""
+    if config.steps < found.step:
+        raise InvalidValueError(
+            f"steps is {config.steps}, and {config.out} has {found.step} already: give more, or leave it out"
+        )
     check_same(plain(config), as_written_now(found.config), found.path)
     check_state(found, new)
     if found.tensors.keys() != {"model", "optimizer", "rng"}:
