@@ -4,6 +4,7 @@ steps: int = count(1000, "optimizer steps")
 schedule: str = choice("cosine", ("cosine", "wsd"), "course of the learning rate")
 """
 
+import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
@@ -100,3 +101,10 @@ def whole_numbers(given: str | int, name: str, what: str = "whole numbers separa
         return [int(part) for part in str(given).split(",")]
     except ValueError:
         raise InvalidValueError(f"{name} is {given!r}: it must be {what}") from None
+
+
+def command(verb: str, config: Options) -> str:
+    """The command line that gives this configuration."""
+    given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
+    words = {n: str(v).lower() if isinstance(v, bool) else shlex.quote(str(v)) for n, v in given.items()}
+    return " ".join([f"depthgate {verb}", *(f"--{n} {word}".removesuffix(" true") for n, word in words.items())])

@@ -306,7 +306,7 @@ def check_fit(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], path: P
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Hold the lock file `path`, or raise at once if another process or thread does. A dead process holds nothing. The
-    holder alone may remove the file: whoever has opened it then holds a lock that nobody else sees, and is refused."""
+    holder alone may remove the file. A process that opened it before then locks a removed file, and is refused."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         try:

@@ -7,9 +7,10 @@ from itertools import count
 from depthgate.config import DemoConfig
 from depthgate.errors import InvalidValueError
 from depthgate.flops import training_flops
-from depthgate.isoflop.config import IsoflopConfig, command
+from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.report import BEST, best_cells, write
 from depthgate.isoflop.study import Study
+from depthgate.options import command
 from depthgate.recipes import train_config
 from depthgate.view import page as pages
 from depthgate.view.page import Html

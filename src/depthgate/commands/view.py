@@ -54,7 +54,7 @@ def run(config: ViewConfig, as_json: bool) -> None:
 
 
 def _replaceable(page: Path) -> bool:
-    """True where there is no file yet, or one of our pages: nobody has named it, so nothing else may be lost."""
+    """True where there is no file yet, or one of our pages: the name was not asked for, so no other file is lost."""
     return not page.exists() or b'content="depthgate"' in page.read_bytes()[:500]
 
 

@@ -23,7 +23,7 @@ from depthgate.errors import DepthgateError, installed, warn_once
 from depthgate.vision import ImagesConfig
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
-_HELD_OUT = 10  # one of so many images is held out, where there is no test split
+_HELD_OUT = 10  # where there is no test split, one image of this many is held out
 _SPLITS = ("test", "val", "valid", "validation")
 # Names of arrays in .npz files: of the images of a split, and of their labels.
 _NAMES = ("x_{}", "{}_x", "{}_images", "{}_data", "{}"), ("y_{}", "{}_y", "{}_labels", "{}_label", "{}_targets")

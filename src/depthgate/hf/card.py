@@ -1,11 +1,10 @@
 """The model card of a converted model: README.md in its folder, with what it is, its figures, and the command."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from depthgate.options import Options
+from depthgate.options import command
 
 CARD = "README.md"
 _TEXT = """---
@@ -33,14 +32,10 @@ Made by `{command}` from {base}.
 """
 
 
-def write_card(folder: Path, name: str, model: Any, verb: str, config: Options, figures: Mapping[str, Any]) -> None:
+def write_card(folder: Path, name: str, model: Any, verb: str, config: Any, figures: Mapping[str, Any]) -> None:
     """Write the card of a model that a command has made with these options."""
-    asked = {
-        each.name: getattr(config, each.name) for each in fields(config) if getattr(config, each.name) != each.default
-    }
     rows = [f"| {key.replace('_', ' ')} | {f'{v:.6g}' if isinstance(v, float) else v} |" for key, v in figures.items()]
     routing = model.config.depthgate
-    values = {**routing, "layers": ", ".join(map(str, routing["layers"])), "base": asked["model"], "name": name}
+    values = {**routing, "layers": ", ".join(map(str, routing["layers"])), "base": config.model, "name": name}
     values |= {"kind": type(model).__name__, "mode": model.config.routing_mode, "rows": "\n".join(rows)}
-    command = " ".join(["depthgate", verb, *(f"--{key} {value}" for key, value in asked.items())])
-    (folder / CARD).write_text(_TEXT.format(**values, command=command), encoding="utf-8")
+    (folder / CARD).write_text(_TEXT.format(**values, command=command(verb, config)), encoding="utf-8")

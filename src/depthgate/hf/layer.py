@@ -120,7 +120,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         if keywords.get("position_embeddings") is not None:
             keywords["position_embeddings"] = tuple(pick(each) for each in keywords["position_embeddings"])
         if keywords.get("position_ids") is not None:
-            rotated = keywords.get("position_embeddings") is not None and "flash" not in kind  # nobody looks at them
+            rotated = keywords.get("position_embeddings") is not None and "flash" not in kind  # then they are not read
             keywords["position_ids"] = None if rotated else pick(keywords["position_ids"])
         old = pick(x)
         given = old

@@ -1,7 +1,6 @@
 """The options of `depthgate isoflop`, and the variants that a study compares. Imports no torch."""
 
 import json
-import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -239,10 +238,3 @@ def baseline(variants: Iterable[str]) -> str | None:
     """The variant that others are compared with: dense, or the only one of dense layers."""
     kinds = [name for name in variants if "dense" in name.partition(":")[0].split("-")]
     return "dense" if "dense" in kinds else kinds[0] if len(kinds) == 1 else None
-
-
-def command(verb: str, config: Options) -> str:
-    """The command line that gives this configuration."""
-    given = {f.name: getattr(config, f.name) for f in fields(config) if getattr(config, f.name) != f.default}
-    words = {n: str(v).lower() if isinstance(v, bool) else shlex.quote(str(v)) for n, v in given.items()}
-    return " ".join([f"depthgate {verb}", *(f"--{n} {word}".removesuffix(" true") for n, word in words.items())])

@@ -25,9 +25,10 @@ from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.files import handled, replace, write_json
 from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
-from depthgate.isoflop.config import IsoflopConfig, command
+from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.fit import Curve, curves
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, further_rates, scale_of_rates
+from depthgate.options import command
 
 GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
 # Options that may differ when a study is extended; and those that say where and how fast, not what.

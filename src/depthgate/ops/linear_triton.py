@@ -195,7 +195,7 @@ def _some_rows(
         total2 = tl.zeros((BM, BN), tl.float32)
     real = (m < count)[:, None] & (n < N)[None, :]
     at = m[:, None].to(tl.int64) * N + n[None, :]
-    if SCATTER:  # read before the product, so that nobody waits for it afterwards
+    if SCATTER:  # read before the product: nothing waits for it afterwards
         to = at
         if not SURE:
             to = tl.load(places + m, m < count, other=0)[:, None] * N + n[None, :]
