@@ -91,8 +91,18 @@ def _plain(message: str, about: str) -> str:
         return f"{name} is not an option of {about}{remedy}"
     if found := re.search("unrecognized arguments: (.*)", message):
         return f"{found[1]!r} belongs to no option: a value follows its option, in quotes if it has spaces"
-    if found := re.search("invalid choice: '(.*?)' \\(choose", message):
-        return f"{found[1]!r} is not a verb{near(found[1], VERBS) or ': these are ' + ', '.join(VERBS)}"
+    if found := re.search("(?:argument --(.*): )?invalid choice: '(.*?)' \\(choose from (.*)\\)", message):
+        if found[1]:
+            return f"{found[1]} is {found[2]!r}: it must be one of {found[3].replace(chr(39), '')}"
+        return f"{found[2]!r} is not a verb{near(found[2], VERBS) or ': these are ' + ', '.join(VERBS)}"
+    if found := re.search("File does not exist: '(.*)'", message):
+        return f"{found[1]} does not exist: --config takes a yaml file of options"
+    if found := re.search("Unexpected config: (.*)", message):
+        return f"it {f'says {found[1]!r}' if found[1] else 'is empty'}, where lines such as lr: 0.01 belong"
+    if found := re.search("Problems parsing config: (.*)", message, re.DOTALL):
+        lines = found[1].splitlines()  # what was read and where, what is wrong, and where
+        problem = [line for line in lines if not line.startswith("  in ")][-1]
+        return problem + "".join(re.findall(", line .*", lines[-1]))
     if found := re.search("arguments are required: (.*)", message):
         return f"{about} needs {found[1].replace(about.split()[-1] + '.', '--')}"
     if found := re.search("argument (--.*): expected one argument", message):
@@ -266,8 +276,6 @@ def _run(argv: Sequence[str]) -> int:
     verb, given = options.verb, options[options.verb]
     extra = {"resume": given.resume} if issubclass(VERBS[verb], RunConfig) else {}
     config = configs.build(TASKS[given.task] if verb == "train" else VERBS[verb], given)
-    if extra.get("resume") and not _steps(Path(config.out)) and os.environ.get("RANK", "0") == "0":
-        print(f"depthgate: nothing to resume in {config.out}: starting at step 0", file=sys.stderr)
     code = import_module(f"depthgate.commands.{verb}").run(config, given.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

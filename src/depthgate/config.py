@@ -146,7 +146,7 @@ class RunConfig(Options):
     lr: float | None = number(None, "(0, inf)", "highest learning rate")
     router_lr: float = number(1.0, "(0, inf)", "times lr, for the routers")
     weight_decay: float = number(0.1, "[0, 1)", "decay of the matrices")
-    warmup: int = count(100, "steps until lr is reached", minimum=0)
+    warmup: int = count(100, "steps until lr is reached, at most half of the schedule's", minimum=0)
     schedule: str = choice(
         "cosine", ("cosine", "linear", "wsd"), "cosine, linear, or wsd: constant, then linear over the last fifth"
     )
@@ -165,6 +165,11 @@ class RunConfig(Options):
 
     def check_together(self) -> None:
         check_divides(self.accumulate, self.batch, "accumulate", "batch")
+        if (self.schedule_steps or self.steps) < self.steps and not self.lowest_lr:
+            left = f"the rate is 0 from then on, and the steps up to {self.steps} would change nothing"
+            raise InvalidValueError(
+                f"schedule_steps is {self.schedule_steps}: {left}; leave it out, or give a --lowest_lr above 0"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

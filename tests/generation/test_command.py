@@ -102,7 +102,7 @@ def test_a_conversation_goes_on_from_all_that_was_said(model, capsys, monkeypatc
     words += ["--json", "--prompt"]
     first = json.loads(said(capsys, *words, "fox\n")[1])["results"][0]
     second = json.loads(said(capsys, *words, "fox\n" + first["text"] + "dog\n")[1])["results"][0]
-    assert out == first["text"] + "\n" + second["text"] + "\n"
+    assert out == "fox\n" + first["text"] + "\ndog\n" + second["text"] + "\n"
 
 
 def test_a_conversation_is_the_same_without_a_cache(model, capsys, monkeypatch):
@@ -156,7 +156,7 @@ def test_an_interrupted_line_is_read_again(model, capsys, monkeypatch):
     assert code == 0
     prompt = ["--prompt", "fox a\ndog\n"]
     words = ["--model", model, "--max-new-tokens", "5", "--temperature", "0", *prompt, "--json"]
-    assert out == "\n" + json.loads(said(capsys, *words)[1])["results"][0]["text"] + "\n"
+    assert out == "fox a\n\ndog\n" + json.loads(said(capsys, *words)[1])["results"][0]["text"] + "\n"
 
 
 BAD = {

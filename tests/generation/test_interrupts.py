@@ -192,4 +192,4 @@ def test_a_conversation_goes_on_after_text_that_was_held_back(model, capsys, mon
     assert main([*words, "--stop", first[:9] + "!"]) == 0
     out = capsys.readouterr().out
     second = results(capsys, [*words, "--prompt", f"fox\n{first[:4]}dog\n"])[0]["text"]
-    assert out == f"{first[:4]}\n{second}\n"
+    assert out == f"fox\n{first[:4]}\ndog\n{second}\n"

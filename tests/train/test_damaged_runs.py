@@ -207,7 +207,8 @@ def test_other_data_is_refused(home, tmp_path, monkeypatch, capsys):
     other.write_text((home / "text.jsonl").read_text().replace("fox", "cat"))
     before = tree(tmp_path / "run")
     assert train(tmp_path / "run", other, 12, "--resume") == 2
-    assert "has changed since step 10" in capsys.readouterr().err
+    says = f"data is {other}, which does not hold what {tmp_path / 'run'} was trained on ({home / 'text.jsonl'})"
+    assert f"{says}: leave --data out" in capsys.readouterr().err
     assert tree(tmp_path / "run") == before
     path = tmp_path / "run" / "config.json"
     path.write_text(path.read_text().replace(str(home / "text.jsonl"), str(other)))
@@ -216,7 +217,7 @@ def test_other_data_is_refused(home, tmp_path, monkeypatch, capsys):
         inner.write_text(inner.read_text().replace(str(home / "text.jsonl"), str(other)))
         forge(inner.parent)
     assert train(tmp_path / "run", other, 12, "--resume") == 2
-    assert "data" in capsys.readouterr().err
+    assert f"{other} has changed since step 10" in capsys.readouterr().err
     assert checkpoint.steps(tmp_path / "run") == [5, 10]
 
 

@@ -12,7 +12,7 @@ import depthgate as dg
 from depthgate.checkpoint import store as checkpoint
 from depthgate.cli import main
 from depthgate.config import TrainConfig
-from depthgate.errors import DepthgateWarning
+from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.loading import text_of
 from depthgate.routing import agreement
 from depthgate.train import loop, optim
@@ -204,6 +204,11 @@ def test_schedules_by_hand():
     assert optim.rate(config, 110) == pytest.approx(0.1)
     stable = TrainConfig(steps=100, warmup=0, lr=1.0, lowest_lr=0.0, schedule="wsd")
     assert [optim.rate(stable, s) for s in (0, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
+    short = TrainConfig(steps=10, warmup=100, lr=1.0, lowest_lr=0.0, schedule="linear")  # half of it warms up
+    assert [optim.rate(short, s) for s in (0, 4, 5, 9)] == pytest.approx([0.2, 1.0, 1.0, 0.2])
+    with pytest.raises(DepthgateError, match="schedule_steps is 20: the rate is 0 from then on, .* up to 60 would"):
+        TrainConfig(steps=60, schedule_steps=20, lowest_lr=0.0)
+    assert optim.rate(TrainConfig(steps=60, schedule_steps=20, lr=1.0, lowest_lr=0.1), 59) == pytest.approx(0.1)
     assert optim.capacity(0.125, 0, 16) == 1.0
     assert optim.capacity(0.125, 8, 16) == pytest.approx((1 + 0.125) / 2)
     assert optim.capacity(0.125, 16, 16) == 0.125

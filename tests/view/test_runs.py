@@ -72,12 +72,16 @@ def test_curves_by_hand():
         run.rows[n - 1] |= {"held_out_loss": 3.0 - n / 8, "causal_share": [0.1, 0.3], "agreement": [0.5, 0.7]}
     _, held_out, share, _ = charts([run], "step")
     assert held_out["series"] == {"a": [(4, 2.5), (8, 2.0)]}
-    assert share["series"] == {"routed layer 0": [(4, 0.1), (8, 0.1)], "routed layer 1": [(4, 0.3), (8, 0.3)]}
+    assert share["series"] == {"layer 0": [(4, 0.1), (8, 0.1)], "layer 1": [(4, 0.3), (8, 0.3)]}
+    run.asked.update(model={"pattern": "dense,mod", "first": None, "layers": 4})
+    assert list(charts([run], "step")[2]["series"]) == ["layer 1", "layer 3"]  # as the model counts them
     assert charts([run, a_run("b")], "step")[2]["series"]["a"] == [(4, 0.2), (8, 0.2)]
     assert (run.summary["held_out_loss"], run.summary["agreement"]) == (2.0, [0.5, 0.7])
     assert "<td>2.0000</td>" in runs_page([run])
     assert "<td>0.60</td>" in runs_page([run])
-    assert "held-out loss" not in runs_page([a_run()])  # no column of nothing
+    assert "Agreement: of the tokens" in runs_page([run])
+    for absent in ("held-out loss", "Agreement:"):  # no column of nothing, and no word on it
+        assert absent not in runs_page([a_run()])
 
 
 def test_a_row_cut_short_is_left_out_and_named(copy, tmp_path, capfd):

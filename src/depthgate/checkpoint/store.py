@@ -235,6 +235,12 @@ def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> It
         raise damaged(path, f"cannot be opened ({error.strerror})") from None
 
 
+def runs_in(folder: Path) -> str:
+    """The runs that a folder holds, for a message; empty where it holds none."""
+    runs = sorted({str(path.parent) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/step-*")})
+    return f"{', '.join(runs[:9])}{' ...' if runs[9:] else ''}"
+
+
 def load(run: Path, only: Collection[str] | None = None, world: World = ALONE, held: Named | None = None) -> Checkpoint:
     """Read the newest complete checkpoint, the same in all processes; a warning names damaged ones, which are skipped.
 
@@ -255,8 +261,8 @@ def load(run: Path, only: Collection[str] | None = None, world: World = ALONE, h
         return found
     reasons = "".join(f"\n{reason}" for reason in list(failed.values())[:5])
     remedy = "train again, into another folder" if failed else "the run has not saved yet, or this is not its folder"
-    if runs := sorted({str(path.parent) for depth in ("*", "*/*") for path in Path(run).glob(f"{depth}/step-*")}):
-        remedy = f"it holds runs, name one of them: {', '.join(runs[:9])}{' ...' if runs[9:] else ''}"
+    if runs := runs_in(Path(run)):
+        remedy = f"it holds runs, name one of them: {runs}"
     raise DepthgateError(f"no complete checkpoint in {run}: {remedy}{reasons}")
 
 

@@ -122,12 +122,17 @@ def _talk(model: LoadedDecoder, config: GenerateConfig) -> int:
     drawn = 0
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
-    print("Type a text to go on from; an empty line or Ctrl-D ends.", file=sys.stderr)
+    typed = sys.stdin is not None and sys.stdin.isatty()  # and so to be seen already
+    if typed:
+        print("Type a text to go on from; an empty line or Ctrl-D ends.", file=sys.stderr)
     while True:
-        print("> ", end="", file=sys.stderr, flush=True)
+        if typed:
+            print("> ", end="", file=sys.stderr, flush=True)
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line.strip():
             return 0
+        if not typed:
+            print(line, end="", flush=True)
         try:
             new = model.tokenizer.encode(line)
             if ids and len(ids) + len(new) >= model.config.context:

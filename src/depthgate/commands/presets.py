@@ -1,6 +1,8 @@
 """`depthgate presets`: named starting points of `depthgate train`, with their shapes and sizes."""
 
 import json
+import shutil
+from textwrap import fill
 from typing import Any
 
 from depthgate.config import PresetsConfig
@@ -10,10 +12,12 @@ from depthgate.recipes import PRESETS, images_config, train_config
 from depthgate.vision import IMAGE_PRESETS
 
 _SHAPE = ("dim", "layers", "context", "pattern")
-_NAMES = """tiny: minutes on two cores. 124m and 1b name shapes, not counts:
-12 layers of 768 (GPT-2's 124 M), 16 of 2048 (Llama 3.2's 1.2 B), here
-with 32,768 token ids and feed-forwards of 8/3 of the width.
-vit: with --task images; a token is a patch, and context those of an image."""
+_NAMES = (
+    "tiny: minutes on two cores.",
+    "124m, 770m: weights of the dense model. A mode model uses as many for a token, on average, of the more that it has.",
+    "vit: with --task images; a token is a patch, and context those of an image.",
+    "dense-1b, mod-1b and mode-1b, earlier names of those of 770m, are still taken.",
+)
 
 
 def run(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
@@ -27,4 +31,5 @@ def run(config: PresetsConfig, as_json: bool) -> None:  # noqa: ARG001
         return
     cells = [(name, f"{weights:,}", f"{flops:,.0f}", *map(str, shape)) for name, weights, flops, *shape in rows]
     print_table(("preset", "parameters", "training FLOPs a token", "width", "layers", "context", "pattern"), cells)
-    print(_NAMES)
+    for line in _NAMES:
+        print(fill(line, shutil.get_terminal_size().columns))

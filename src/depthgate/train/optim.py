@@ -63,10 +63,11 @@ def adamw(
 def rate(config: RunConfig, step: int) -> float:
     """Learning rate of a step, counted from 0: a linear warm-up, then down to `lowest_lr` of the highest."""
     assert config.lr is not None
-    if step < config.warmup:
-        return config.lr * (step + 1) / config.warmup
     steps = config.schedule_steps or config.steps
-    done = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+    warmup = min(config.warmup, steps // 2)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
     if config.schedule == "cosine":
         share = 0.5 + 0.5 * math.cos(math.pi * done)
     elif config.schedule == "linear":

@@ -57,6 +57,8 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
             new, steps, before = _is_new(run, path), checkpoint.steps(run), None
             if not new:
                 _check_goes_on(config, resume, path)
+            if resume and not steps:
+                print(f"depthgate: nothing to resume in {run}: starting at step 0", file=sys.stderr)
             with suppress(OSError):
                 before = path.read_bytes()
             try:
@@ -79,6 +81,10 @@ def _is_new(run: Path, path: Path) -> bool:
         return False
     if run.exists() and not run.is_dir():
         raise DepthgateError(f"out is {run}, which is not a folder: choose another name")
+    if run.is_dir() and (runs := checkpoint.runs_in(run)):
+        raise DepthgateError(
+            f"out is {run}, which holds runs: choose another folder, or go on with one of them: {runs}"
+        )
     if run.exists() and any(not inside.name.startswith(".") for inside in run.iterdir()):
         raise DepthgateError(f"out is {run}, which holds other files: choose another folder")
     return True
@@ -164,8 +170,13 @@ def check_found(
     except RuntimeError:
         raise damaged(found.path, "does not hold the state of a random number generator") from None
     if found.state["data"] != new["data"]:
-        changed = f"the data of {found.path.parent} has changed since step {found.step}"
-        raise DepthgateError(f"{changed}: give the same text, or start another run")
+        was, run = found.config.get("data"), found.path.parent
+        if was != config.data:
+            other = f"data is {config.data}, which does not hold what {run} was trained on"
+            raise DepthgateError(f"{other} ({was}): leave --data out, or start another run")
+        raise DepthgateError(
+            f"{was} has changed since step {found.step} of {run}: give what it was, or start another run"
+        )
 
 
 def check_state(found: checkpoint.Checkpoint, new: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import chain, compress
@@ -11,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 import depthgate.view.page as pages
-from depthgate.config import ROUTED_KINDS
+from depthgate.config import ROUTED_KINDS, ModelConfig
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.view.page import LARGEST, Html, Points, isolated, short
@@ -32,6 +33,11 @@ _HELD_OUT = (
     "agreement",
 )  # in some of the rows: figures of held-out text
 _OF_LAYERS = ("routed_share", "causal_share", "agreement")  # lists, a number for each routed layer
+_COLUMNS = {  # of the table, that want a word
+    "tokens/s": "the median",
+    "agreement": "of the tokens that the causal rule or the top k takes, how many both take, the mean over layers",
+    "bad steps": "those without a finite loss, which change nothing",
+}
 Row = dict[str, Any]
 
 
@@ -48,6 +54,16 @@ class Run:
     def layers(self) -> int:
         """Number of routed layers."""
         return max((len(row["routed_share"]) for row in self.rows), default=0)
+
+    @property
+    def routed(self) -> list[int]:
+        """The numbers of the routed layers in the model, counted from 0; of each other where the model is unknown."""
+        with suppress(AttributeError, KeyError, TypeError, ValueError, DepthgateError):
+            model = self.asked["model"]
+            found = ModelConfig(**{name: model[name] for name in ("pattern", "first", "layers")}).routed
+            if len(found) == self.layers:
+                return list(found)
+        return list(range(self.layers))
 
     @property
     def kind(self) -> str:
@@ -218,7 +234,10 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
         share |= {run.name: [] for run in runs if not run.layers}
         if len(runs) == 1:
             each = [lines(f"{value}/{i}").values() for i in range(runs[0].layers)]
-            which, share = "each routed layer", {f"routed layer {i}": line for i, (line,) in enumerate(each)}
+            which, share = (
+                "each routed layer",
+                {f"layer {n}": line for n, (line,) in zip(runs[0].routed, each, strict=True)},
+            )
         about = f"The share of the tokens that go through {which}{', by the causal rule, of held-out text' * causal}."
         title = "Causal share" if causal else "Routed share"
         found.append({"title": title, "about": about, "series": share, "y": "share of tokens"})
@@ -264,4 +283,6 @@ def _table(runs: Sequence[Run]) -> Html:
         again = ", ".join(map(str, at["resumed_after"])) or "-"
         rows.append([isolated(run.name), run.model, step, *figures, agreed, again, at["bad_steps"] or "-"])
     shown = [n < 3 or any(row[n] != "-" for row in rows) for n in range(len(heads))]  # no column of nothing
-    return pages.table([*compress(heads, shown)], [[*compress(row, shown)] for row in rows], pages.fill("about_runs"))
+    heads = [*compress(heads, shown)]
+    about = " ".join(f"{head.capitalize()}: {what}." for head, what in _COLUMNS.items() if head in heads)
+    return pages.table(heads, [[*compress(row, shown)] for row in rows], about)
