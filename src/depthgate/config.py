@@ -134,9 +134,7 @@ class ModelConfig(Options):
 class RunConfig(Options):
     """A training run, of our own models or of a converted one."""
 
-    data: str = required(
-        "a text file, a glob, a folder or .jsonl, also packed (.xz, .gz, .zst); stdlib: Python's standard library"
-    )
+    data: str = required("text file, glob, folder or .jsonl, also packed (.xz, .gz, .zst); or stdlib: Python's source")
     out: str = required("folder of the run")
     steps: int = count(1000, "optimizer steps in all, also when a run is resumed")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto: cuda where there is one")
@@ -165,11 +163,9 @@ class RunConfig(Options):
 
     def check_together(self) -> None:
         check_divides(self.accumulate, self.batch, "accumulate", "batch")
-        if (self.schedule_steps or self.steps) < self.steps and not self.lowest_lr:
-            left = f"the rate is 0 from then on, and the steps up to {self.steps} would change nothing"
-            raise InvalidValueError(
-                f"schedule_steps is {self.schedule_steps}: {left}; leave it out, or give a --lowest_lr above 0"
-            )
+        if (end := self.schedule_steps or self.steps) < self.steps and not self.lowest_lr:
+            why = f"the rate is 0 from there on, and steps up to {self.steps} change nothing"
+            raise InvalidValueError(f"schedule_steps is {end}: {why}; leave it out, or give a --lowest_lr above 0")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -206,7 +206,9 @@ def test_schedules_by_hand():
     assert [optim.rate(stable, s) for s in (0, 80, 90, 100)] == pytest.approx([1.0, 1.0, 0.5, 0.0])
     short = TrainConfig(steps=10, warmup=100, lr=1.0, lowest_lr=0.0, schedule="linear")  # half of it warms up
     assert [optim.rate(short, s) for s in (0, 4, 5, 9)] == pytest.approx([0.2, 1.0, 1.0, 0.2])
-    with pytest.raises(DepthgateError, match="schedule_steps is 20: the rate is 0 from then on, .* up to 60 would"):
+    with pytest.raises(
+        DepthgateError, match=r"schedule_steps is 20: the rate is 0 from there on, and steps up to 60 change"
+    ):
         TrainConfig(steps=60, schedule_steps=20, lowest_lr=0.0)
     assert optim.rate(TrainConfig(steps=60, schedule_steps=20, lr=1.0, lowest_lr=0.1), 59) == pytest.approx(0.1)
     assert optim.capacity(0.125, 0, 16) == 1.0

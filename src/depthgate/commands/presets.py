@@ -14,7 +14,7 @@ from depthgate.vision import IMAGE_PRESETS
 _SHAPE = ("dim", "layers", "context", "pattern")
 _NAMES = (
     "tiny: minutes on two cores.",
-    "124m, 770m: weights of the dense model. A mode model uses as many for a token, on average, of the more that it has.",
+    "124m, 770m: weights of the dense model. A mode model uses as many for a token, on average, of more that it has.",
     "vit: with --task images; a token is a patch, and context those of an image.",
     "dense-1b, mod-1b and mode-1b, earlier names of those of 770m, are still taken.",
 )
