@@ -173,7 +173,8 @@ class IsoflopConfig(Options):
     dry_run: bool = option(False, "print the grid, and train nothing")
 
     def check_together(self) -> None:
-        for name, found in (("budgets", self.budget_list), ("variants", [each.name for each in self.variant_list])):
+        budgets = [f"{each:.4g}" for each in self.budget_list]  # as cells are named by them
+        for name, found in (("budgets", budgets), ("variants", [each.name for each in self.variant_list])):
             if len(set(found)) < len(found):
                 raise InvalidValueError(f"{name} is {getattr(self, name)!r}: one stands twice")
         if self.seeds_at_minimum is not None:

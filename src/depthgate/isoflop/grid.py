@@ -51,9 +51,7 @@ class Cell:
     def name(self) -> str:
         """Name of the cell's folder, unique within its part of the study."""
         variant = self.variant.replace(":", "_").replace("=", "-").replace("+", "_")
-        short = f"{self.budget:g}"
-        budget = (short if float(short) == self.budget else f"{self.budget:.12g}").replace("e+", "e")
-        model = self.training.model
+        model, budget = self.training.model, f"{self.budget:.4g}".replace("e+", "e")
         return f"{budget}-{variant}-{model.layers}x{model.dim}-lr{self.training.lr:.3g}-s{self.seed}"
 
     @property
