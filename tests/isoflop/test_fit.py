@@ -174,6 +174,32 @@ def test_the_calibration_is_dense_against_itself():
     assert check.variant == fit.AGAIN
     assert check.gain_interval[0] <= 0 <= check.gain_interval[1]
     assert fit.calibrations(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)) + rows("mod", 1e15, bowl(4e6, 1.9, 0.02))) == []
+    third = [{**row, "seed": 2} for row in made if row["variant"] == "dense"][2:3]  # more seeds of one size alone
+    assert fit.calibrations(made + third)[0].gain == pytest.approx(check.gain, abs=0.002)
+    (one,) = fit.calibrations([row for row in made if row["seed"] == 0 or row["params"] == third[0]["params"]])
+    assert (one.refused, one.gain_interval) == ("only one size has other seeds", None)
+
+
+def test_student_by_hand():
+    """Differences of 1, 2 and 3: a deviation of 1, and 4.303 of it over the root of three. Many: nearly normal."""
+    assert fit.paired([1.0, 2.0, 3.0]) == (
+        2.0,
+        (pytest.approx(2 - 2.4843, abs=1e-3), pytest.approx(2 + 2.4843, abs=1e-3)),
+    )
+    assert fit.paired([5.0]) == (5.0, None)
+    _, (low, high) = fit.paired([0.0, 1.0] * 15)
+    assert (high - low) / 2 == pytest.approx(2.0452 * 0.50855 / 30**0.5, rel=2e-3)
+
+
+def test_a_saving_beyond_the_smallest_model_is_a_bound():
+    """Dense's best loss is that of a model far smaller than those trained: all of them save at least this much."""
+    sizes = {"dense": bowl(4e6, 2.0, 0.02), "mode": bowl(4e6, 1.8, 0.02), "mod": bowl(4e6, 1.99, 0.02)}
+    draw, made = random.Random(0), []
+    for name, losses in sizes.items():
+        found = rows(name, 1e15, losses, 2)
+        made += [{**row, "loss_causal": row["loss_causal"] + draw.gauss(0, 1e-4)} for row in found]
+    found = {each.variant: each for each in fit.verdicts(fit.curves(made))}
+    assert (found["mode"].forward_at_least, found["mod"].forward_at_least) == (True, False)
 
 
 def test_no_saving_is_claimed_where_losses_do_not_fall_or_lie_too_far():

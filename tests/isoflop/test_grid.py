@@ -23,6 +23,16 @@ def grid(**options):
     return Grid(IsoflopConfig(**options), "bytes", 257, "cpu", {})
 
 
+def test_mixes_with_mod_are_as_deep_as_mod_whatever_their_options_name():
+    """A capacity that is the default, named or not; and a first layer that is dense takes no kind's only layer."""
+    for dim in (24, 96, 256):
+        named, plain = (parse_variant(f"mode:pattern=mod+mode{more}") for more in (":capacity=0.125", ""))
+        shape = plain.shape(dim, 257, 64)
+        assert shape == named.shape(dim, 257, 64)
+        assert {*shape.kinds} == {"dense", "mod", "mode"}
+        assert shape.layers >= parse_variant("mod").shape(dim, 257, 64).layers
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.floats(1e12, 1e19), st.integers(3, 6), st.floats(1.3, 2.5))
 def test_every_cell_costs_its_budget(budget, sizes, spread):

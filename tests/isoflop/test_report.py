@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 
 import pytest
@@ -16,17 +17,18 @@ def test_verdicts_in_words():
     assert in_words(Verdict(3e15, "mod", "dense is not bracketed: 2 sizes: a curve needs three")) == (
         "mod against dense at 3e15 FLOPs: no verdict, dense is not bracketed: 2 sizes: a curve needs three."
     )
-    good = Verdict(1e16, "mod", "", 0.0151, (0.012, 0.018), 0.5, (0.4, 0.6), 0.31, (0.2, 0.4), False)
-    assert in_words(good) == (
+    good = Verdict(1e16, "mod", "", 0.0151, (0.012, 0.018), 0.5, (0.4, 0.6), training_saving=0.31)
+    gain = (
         "mod against dense at 1e16 FLOPs: best loss 1.51% lower (gain 1.20% to 1.80%); the same loss as dense's best "
-        "at 50% fewer FLOPs (saving 40% to 60%) in a forward pass; to reach dense's best loss, training takes 31% "
-        "fewer FLOPs (saving 20% to 40%)."
     )
+    trained = "in a forward pass; as an estimate alone, training takes 31% fewer FLOPs to reach dense's best loss."
+    assert in_words(good) == f"{gain}with 50% fewer FLOPs (saving 40% to 60%) {trained}"
+    assert in_words(replace(good, forward_at_least=True)) == f"{gain}with at least 40% fewer FLOPs {trained}"
     bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True, no_interval="3 cells")
     assert in_words(bad) == (
         "random against dense at 1e16 FLOPs: best loss 2.00% higher; no interval: 3 cells; no size of it reaches "
-        "dense's best loss; as an estimate alone, to reach dense's best loss, "
-        "training takes 40% more FLOPs, extrapolated beyond the budgets."
+        "dense's best loss; as an estimate alone, training takes 40% more FLOPs to reach dense's best loss, "
+        "extrapolated beyond the budgets."
     )
     unsure = Verdict(1e16, "mod", "", 0.001, (-0.008, 0.012), 0.32)
     assert in_words(unsure) == (
@@ -41,11 +43,11 @@ def test_the_resolution_in_words():
         "from about 0.30% on."
     )
     assert resolution(Verdict(1e15, AGAIN, "", 0.01, (0.002, 0.018))) == (
-        "Dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out: the "
-        "intervals of this study are too narrow, train more seeds."
+        "Dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out: seeds "
+        "move all sizes alike, only models of the same seeds are to be compared."
     )
-    assert resolution(Verdict(1e15, AGAIN, "dense is not bracketed: 2 sizes")) == (
-        "Dense against dense with other seeds at 1e15 FLOPs: no interval, dense is not bracketed: 2 sizes."
+    assert resolution(Verdict(1e15, AGAIN, "only one size has other seeds")) == (
+        "Dense against dense with other seeds at 1e15 FLOPs: no interval, only one size has other seeds."
     )
 
 
@@ -58,8 +60,8 @@ def test_no_verdict_says_why():
 
 
 def test_single_sizes_are_compared_without_taking_a_side():
-    def made(variant, loss):
-        return Curve([{"budget": 1e9, "variant": variant, "params": 1, "seed": 0, "loss_causal": loss} | COST])
+    def made(variant, loss, seed=0):
+        return {"budget": 1e9, "variant": variant, "params": 1, "seed": seed, "loss_causal": loss} | COST
 
     dense = made("tiny-dense", 1.4)
     assert compared([made("tiny-mod", 1.5), dense]) == [
@@ -72,6 +74,16 @@ def test_single_sizes_are_compared_without_taking_a_side():
         "At 1e09 training FLOPs tiny-dense and tiny-mod have the same causal loss: 1.400 nats per token."
     ]
     assert compared([dense]) == ["At 1e09 training FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token."]
+    more = [dense, made("tiny-dense", 1.6, 1), made("tiny-mod", 1.41)]  # only the seed that both have counts
+    assert compared(more) == [
+        "At 1e09 training FLOPs tiny-dense has the lowest causal loss: 1.400 nats per token, against 1.410 (tiny-mod)."
+    ]
+    more[2:] = [made("tiny-mod", 1.26), made("tiny-mod", 1.472, 1)]  # 10% and 8% lower: 9% by 12.7 * 1% each way
+    assert compared(more)[1:] == [
+        "tiny-mod, seed by seed over 2 of them: 9.00% lower (gain -3.71% to 21.71%): the difference is not significant."
+    ]
+    alone = [made("mode", 2.0, n) for n in (0, 1)] + [made("mode:pool=sequence", 2.02 + n / 1000, n) for n in (0, 1)]
+    assert compared(alone)[1].startswith("mode:pool=sequence, seed by seed over 2 of them: 1.02% higher (gain -1.")
 
 
 def test_names_stand_once_in_a_legend():

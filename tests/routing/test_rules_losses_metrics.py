@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import depthgate as dg
@@ -200,14 +202,24 @@ def test_kept_tokens_take_their_places_before_the_threshold():
         assert len(kept) == 4 or agreement(plan) == predictor_accuracy(plan) == 1
 
 
-def test_threshold_is_a_moving_average_without_bias():
-    rule = Threshold(decay=0.9)
-    values = [1.0, 2.0, 4.0]
-    for v in values:
-        rule.update(torch.full((1, 4, 1), v), None, 0.5)
-    weights = [0.1 * 0.81, 0.1 * 0.9, 0.1]
-    expected = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
-    assert rule.threshold.item() == pytest.approx(expected)
+def test_threshold_is_a_moving_average_of_the_newest_scores():
+    """The first update is taken whole, the n-th after it by 12/(12 + n) of the way, or by 1 - decay if that is more."""
+    rule, wanted = Threshold(decay=0.9), 1.0
+    for n, v in enumerate([1.0, 2.0, 4.0, *range(200)]):
+        rule.update(torch.full((1, 4, 1), float(v)), None, 0.5)
+        wanted += max(0.1, 12 / (12 + n)) * (v - wanted)
+        assert rule.threshold.item() == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+    assert wanted == pytest.approx(199 - 0.9 / 0.1, rel=1e-3)  # a line is followed by decay / (1 - decay) behind
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 0.99])
+@given(st.integers(0, 10**6), st.integers(1, 120))
+@settings(max_examples=20)
+def test_batches_that_are_alike_are_decided_as_the_top_k_does(decay, seed, updates):
+    rule, scores = Threshold(5, decay), torch.randn(2, 16, 5, generator=torch.Generator().manual_seed(seed))
+    for _ in range(updates):
+        rule.update(scores, None, 0.25)
+    assert (rule(scores, scores) >= 0).sum((0, 1)).tolist() == [8] * 5
 
 
 def test_threshold_skips_padding_nan_and_empty_batches():

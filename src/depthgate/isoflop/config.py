@@ -70,10 +70,12 @@ class Variant:
     def shape(self, dim: int, vocab: Any, context: int) -> Any:
         """The model of one width: depth grows with it. A layer that most tokens skip costs little, so a variant with
         such layers has more of them, until a token costs about as much as in the dense model of that width."""
-        pattern = self.model["pattern"].split(",")
-        share = sum(self.model.get("capacity", 1.0) if kind in ROUTED_KINDS else 1.0 for kind in pattern) / len(pattern)
+        pattern, capacity = self.model["pattern"].split(","), self.model.get("capacity", ModelConfig.capacity)
+        share = sum(capacity if kind in ROUTED_KINDS else 1.0 for kind in pattern) / len(pattern)
         depth = round((1.5 + dim / 48) / max(share, 0.5) / len(pattern)) * len(pattern)
-        options = {"dim": dim, "layers": max(len(pattern), depth), "heads": _heads(dim), **self.model}
+        # Each kind of a pattern has a layer, also where the first one is of another kind.
+        least = len(pattern) * (2 if self.model.get("first") and len(pattern) > 1 else 1)
+        options = {"dim": dim, "layers": max(least, depth), "heads": _heads(dim), **self.model}
         return ModelConfig(**{**options, "vocab": vocab, "context": context})
 
 
@@ -155,7 +157,11 @@ class IsoflopConfig(Options):
     context: int | None = count(None, "tokens of a sequence; 256, or 512 if a budget is 1e14 or more", 8, 2**20)
     batch: int | None = count(None, "sequences of a step; unless given, more the larger the budget", maximum=2**16)
     center: float = number(1.0, "[0.001, 1000]", "FLOPs per token of the middle size over those expected to be best")
-    spread: float = number(2.0, "[1.2, 100]", "FLOPs per token of a size over those of the next smaller one")
+    spread: float | None = number(
+        None,
+        "[1.2, 100]",
+        "FLOPs per token of a size over those of the next smaller one; 2, or 1.4 if a budget is 1e14",
+    )
     lr: float | None = number(None, "(0, inf)", "learning rate of all cells, instead of one by width and budget")
     lr_sweep: bool = option(False, "first find learning rates for each variant, by trying some at the smallest budget")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
@@ -214,6 +220,11 @@ class IsoflopConfig(Options):
     def large(self) -> bool:
         """True for budgets of a GPU."""
         return max(self.budget_list) >= _LARGE
+
+    @property
+    def apart(self) -> float:
+        """`spread`, or the default for the budgets."""
+        return self.spread or (1.4 if self.large else 2.0)
 
     @property
     def tokens(self) -> tuple[str, int | None]:

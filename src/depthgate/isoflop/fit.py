@@ -3,13 +3,13 @@
 The curves of a budget are fitted together, by least squares: a parabola for each variant, over the sizes around its
 lowest loss, two on each side (farther away, losses are not a parabola), and what a seed adds to every loss. For a seed
 gives all models the same text in the same order, and the same first weights where names and shapes agree: differences
-between variants are differences between models of the same seeds.
+between variants are differences between models of the same seeds. Models of one size are compared seed by seed.
 
 Intervals are of 95%: all curves of a budget are fitted again to themselves plus normal noise, as large as their
 residuals say it may be (for a parameter of the fit that gives Student's interval). There are none where less than two
 residuals are free, or more than one in forty of the curves drawn has no minimum.
 
-Dense against dense, with other seeds, is the calibration: the width of its interval is what the study can resolve.
+Dense against dense, with other seeds at the same sizes, is the calibration: what seeds alone make of a difference.
 
 Every figure is computed for the fitted curve and for all drawn ones at once: the first of its values is the estimate,
 the others give the interval.
@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -32,6 +32,8 @@ AGAIN = "other seeds of dense"
 DRAWS = 1000
 _ENOUGH = 0.975  # share of the draws that must have a value for an interval to be given
 _FREEDOM = 2
+# Student's t for 95%, by degrees of freedom n from 1 on; for more of them 1.96 + 2.372 / n + 2.82 / n^2.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 Row = Mapping[str, Any]  # of results: a finished cell
 Interval = tuple[float, float] | None
 Points = list[tuple[float, float]]
@@ -92,9 +94,10 @@ class Verdict:
     # Share of dense's forward FLOPs that the smallest model of the variant with dense's best loss saves.
     forward_saving: float = math.nan
     forward_interval: Interval = None
-    # Share of the training FLOPs that the variant saves until it reaches dense's best loss.
+    forward_at_least: bool = False  # smaller models than those trained may do, so that the saving may be larger
+    # Share of the training FLOPs that the variant saves until it reaches dense's best loss, along the lines between
+    # budgets. An estimate: what seeds add at one budget and not at the next, and how losses bend, is not in the draws.
     training_saving: float = math.nan
-    training_interval: Interval = None
     extrapolated: bool = False  # that loss is reached at training FLOPs outside the budgets of the study
     no_interval: str = ""  # why the gain has no interval
 
@@ -234,18 +237,49 @@ def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
     ]
 
 
+def paired(differences: Sequence[float]) -> tuple[float, Interval]:
+    """The mean of differences, and Student's interval of it where there are two or more."""
+    mean, freedom = fmean(differences), len(differences) - 1
+    if not freedom:
+        return mean, None
+    student = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else 1.96 + 2.372 / freedom + 2.82 / freedom**2
+    wide = student * stdev(differences) / math.sqrt(len(differences))
+    return mean, (mean - wide, mean + wide)
+
+
 def calibrations(rows: Iterable[Row]) -> list[Verdict]:
-    """Comparison of dense with itself at every budget where it has several seeds: one half of them against the other,
-    as if these were two variants."""
+    """Comparison of dense with itself at every budget where it has several seeds: every other one of them against the
+    rest, at the same sizes."""
     rows = list(rows)
-    dense = baseline({row["variant"] for row in rows})
-    split = []
-    for row in rows:
-        seeds = sorted({r["seed"] for r in rows if (r["budget"], r["variant"]) == (row["budget"], dense)})
-        other = row["variant"] == dense and row["seed"] in seeds[(len(seeds) + 1) // 2 :]
-        split.append({**row, "variant": AGAIN} if other else row)
-    found = verdicts(curves(split))
-    return [each for each in found if each.variant == AGAIN]
+    dense, found = baseline({row["variant"] for row in rows}), []
+    for budget in sorted({row["budget"] for row in rows}):
+        mine = [row for row in rows if (row["budget"], row["variant"]) == (budget, dense)]
+        seeds = sorted({row["seed"] for row in mine})
+        halves = [
+            dict(means((r["params"], r["loss_causal"]) for r in mine if r["seed"] in seeds[n::2])) for n in (0, 1)
+        ]
+        gains = [1 - halves[1][size] / halves[0][size] for size in sorted(halves[0].keys() & halves[1].keys())]
+        if len(gains) > 1:
+            found.append(Verdict(budget, AGAIN, "", *paired(gains)))
+        elif len(seeds) > 1:
+            found.append(Verdict(budget, AGAIN, "only one size has other seeds"))
+    return found
+
+
+def seed_by_seed(rows: Sequence[Row]) -> dict[str, tuple[int, float, Interval]]:
+    """For cells of one budget and one size of each variant: how many seeds each variant shares with dense, or with the
+    one of the shortest name, the gain over it, and its interval."""
+    names = sorted({row["variant"] for row in rows}, key=lambda name: (len(name), name))
+    known = {(row["variant"], row["seed"]): row["loss_causal"] for row in rows}
+    first = baseline(names) or names[0]
+    found = {}
+    for name in names:
+        gains = [
+            1 - loss / known[first, seed] for (at, seed), loss in known.items() if at == name and (first, seed) in known
+        ]
+        if name != first and gains:
+            found[name] = (len(gains), *paired(gains))
+    return found
 
 
 def _verdict(dense: Curve, mine: Curve, budgets: Sequence[Curve]) -> Verdict:
@@ -255,14 +289,16 @@ def _verdict(dense: Curve, mine: Curve, budgets: Sequence[Curve]) -> Verdict:
             return Verdict(mine.budget, mine.variant, f"{each.variant} is not bracketed: {each.open_because}")
     (d_at, d_low, _), (at, low, bend) = dense.fits.T, mine.fits.T
     # The smallest size as good as dense's best, nan if none is; never one below the smallest that was trained.
-    smallest = (at - ((d_low - low) / bend).sqrt()).clamp(min=math.log(mine.costs[0][0]))
-    saving = 1 - mine.forward_flops(smallest) / dense.forward_flops(d_at)
-    reached = _reached(dense, budgets)
+    as_good, trained = at - ((d_low - low) / bend).sqrt(), math.log(mine.costs[0][0])
+    saving = 1 - mine.forward_flops(as_good.clamp(min=trained)) / dense.forward_flops(d_at)
+    smaller = as_good < trained
+    reached = float(_reached(dense, budgets)[0])
     first, last = math.log(budgets[0].budget * 0.999), math.log(budgets[-1].budget * 1.001)
     return Verdict(
         *(mine.budget, mine.variant, "", *_figure(1 - low / d_low), *_figure(saving)),
-        *_figure(1 - reached.exp() / mine.budget),
-        extrapolated=not (reached[0].isnan() or first <= reached[0] <= last),
+        bool(smaller[0]) or float(smaller[1:].double().mean()) > 1 - _ENOUGH,
+        1 - math.exp(reached) / mine.budget,
+        extrapolated=not (math.isnan(reached) or first <= reached <= last),
         no_interval=dense.no_interval or mine.no_interval,
     )
 

@@ -138,7 +138,7 @@ class Grid:
             return shapes
         best = _BEST_OF_IMAGES if config.images else _BEST
         costs, middle = [training_flops(shape) for shape in shapes], config.center * best * budget**_BEST_POWER
-        targets = [middle * config.spread ** (i - (sizes - 1) / 2) for i in range(sizes)]
+        targets = [middle * config.apart ** (i - (sizes - 1) / 2) for i in range(sizes)]
         places: list[int] = []
         for target in targets:
             near = min(range(len(costs)), key=lambda i: abs(math.log(costs[i] / target)))

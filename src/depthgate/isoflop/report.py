@@ -21,7 +21,7 @@ from depthgate.files import replace
 from depthgate.flops import training_flops
 from depthgate.generation.calls import generate
 from depthgate.isoflop.config import baseline
-from depthgate.isoflop.fit import Curve, Interval, Verdict, calibrations, verdicts
+from depthgate.isoflop.fit import Curve, Interval, Verdict, calibrations, seed_by_seed, verdicts
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import load, text_of
@@ -133,7 +133,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
     ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
-    sentences = compared(curves) if one_size else [*verdict, *advice(curves, rows)]
+    sentences = compared(rows) if one_size else [*verdict, *advice(curves, rows)]
     label, columns, about = _LOSS, _CELL, "study_cells"
     if study.config.images:
         label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
@@ -167,18 +167,27 @@ def _of_images(sentence: str) -> str:
     return sentence.replace("causal loss", "error").replace("nats per token", "percent").replace("loss", "error")
 
 
-def compared(curves: Sequence[Curve]) -> list[str]:
-    """Sentences on the variant with the lowest loss at each budget of a study of single sizes, whichever it is."""
+def compared(rows: Sequence[Row]) -> list[str]:
+    """Sentences on the variant with the lowest loss at each budget of a study of single sizes, over the seeds that
+    all of them have, and on differences seed by seed where there are several."""
     found = []
-    for budget in sorted({curve.budget for curve in curves}):
-        best, *others = sorted((c for c in curves if c.budget == budget), key=lambda c: c.loss)
-        losses = [f"{each.loss:.3f} ({each.variant})" for each in others]
-        said = f"{best.variant} has the lowest causal loss: {best.loss:.3f} nats per token"
-        if others and f"{others[0].loss:.3f}" == f"{best.loss:.3f}":
-            said = f"{best.variant} and {others[0].variant} have the same causal loss: {best.loss:.3f} nats per token"
-        elif losses:
-            said += f", against {' and '.join(losses)}"
+    for budget in sorted({row["budget"] for row in rows}):
+        mine = [row for row in rows if row["budget"] == budget]
+        used = {name: {row["seed"] for row in mine if row["variant"] == name} for name in {r["variant"] for r in mine}}
+        seeds = set.intersection(*used.values()) or set.union(*used.values())
+        means = {n: fmean(r["loss_causal"] for r in mine if r["variant"] == n and r["seed"] in seeds) for n in used}
+        best, *others = sorted(means, key=lambda name: (means[name], name))
+        said = f"{best} has the lowest causal loss: {means[best]:.3f} nats per token"
+        if others and f"{means[others[0]]:.3f}" == f"{means[best]:.3f}":
+            said = f"{best} and {others[0]} have the same causal loss: {means[best]:.3f} nats per token"
+        elif others:
+            said += f", against {' and '.join(f'{means[name]:.3f} ({name})' for name in others)}"
         found.append(f"At {short_flops(budget)} training FLOPs {said}.")
+        for name, (count, gain, sure) in seed_by_seed(mine).items():
+            if sure:
+                lower = f"{abs(gain):.2%} {'lower' if gain >= 0 else 'higher'}{_between(sure, 'gain', '.2%')}"
+                doubt = ": the difference is not significant" * (sure[0] <= 0 <= sure[1])
+                found.append(f"{name}, seed by seed over {count} of them: {lower}{doubt}.")
     return found
 
 
@@ -194,25 +203,30 @@ def in_words(verdict: Verdict) -> str:
     parts, about = [gain], "" if sure else "as an estimate alone, "
     if not sure:
         parts.append(f"no interval: {verdict.no_interval}")
-    if less := _fewer(verdict.forward_saving, verdict.forward_interval):
-        parts.append(f"{about}the same loss as dense's best at {less} in a forward pass")
+    if verdict.forward_at_least:
+        least = (verdict.forward_interval or [verdict.forward_saving])[0]
+        parts.append(f"{about}the same loss as dense's best with at least {_fewer(least, None)} in a forward pass")
+    elif less := _fewer(verdict.forward_saving, verdict.forward_interval):
+        parts.append(f"{about}the same loss as dense's best with {less} in a forward pass")
     else:
         parts.append("no size of it reaches dense's best loss")
-    if less := _fewer(verdict.training_saving, verdict.training_interval):
+    if less := _fewer(verdict.training_saving, None):
         beyond = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
-        parts.append(f"{about}to reach dense's best loss, training takes {less}{beyond}")
+        parts.append(f"as an estimate alone, training takes {less} to reach dense's best loss{beyond}")
     return f"{'; '.join(parts)}."
 
 
 def resolution(check: Verdict) -> str:
     """The comparison of dense with itself as a sentence."""
     start = f"Dense against dense with other seeds at {short_flops(check.budget)} FLOPs"
-    if check.refused or check.gain_interval is None:
-        return f"{start}: no interval, {check.refused or check.no_interval}."
+    if check.gain_interval is None:
+        return f"{start}: no interval, {check.refused}."
     low, high = check.gain_interval
     said = f"{start}: {check.gain:+.2%} ({low:+.2%} to {high:+.2%})"
     if low > 0 or high < 0:
-        return f"{said}, which leaves 0 out: the intervals of this study are too narrow, train more seeds."
+        return (
+            f"{said}, which leaves 0 out: seeds move all sizes alike, only models of the same seeds are to be compared."
+        )
     return f"{said}: the study tells differences from about {(high - low) / 2:.2%} on."
 
 

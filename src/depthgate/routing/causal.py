@@ -8,6 +8,7 @@ Threshold  the score against a moving average of the k-th best score, moved by `
            (Expert-Threshold routing, arXiv 2603.11535): no loss, and the same rule can be used in training
 """
 
+import math
 from collections.abc import Callable
 from typing import Protocol, Self
 
@@ -20,6 +21,7 @@ from depthgate.flops import predictor_hidden
 from depthgate.ops.select import budgets
 
 Mask = Tensor | None  # bool
+_NEWEST = 12.0  # the newest of the updates, one in so many, make most of a threshold
 
 
 class Rule(Protocol):
@@ -64,7 +66,8 @@ class Predictor(nn.Module):
 class Threshold(nn.Module):
     """A moving average of each expert's k-th best score decides. Before the first update everything is routed.
 
-    The average belongs to the state dict; `update` moves it, which a call of the rule never does.
+    A share `decay` of the average is kept in an update; less in the first ones, where scores move fast: about the
+    newest twelfth of them counts. The average belongs to the state dict; `update` moves it, a call of the rule never.
     """
 
     average: Tensor
@@ -87,8 +90,10 @@ class Threshold(nn.Module):
 
     @property
     def threshold(self) -> Tensor:
-        """(E,) the average without the pull of its zero start; -inf before the first update."""
-        return torch.where(self.weight > 0, self.average / self.weight, -torch.inf)
+        """(E,) the average, below which a score is not routed; -inf before the first update. Lower by more than it may
+        have been rounded up: where all batches are alike, the k-th token is routed."""
+        mean = self.average / self.weight
+        return torch.where(self.weight > 0, mean - 5e-7 * mean.abs(), -torch.inf)
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         return scores.detach() - self.threshold.to(scores.dtype)
@@ -117,10 +122,12 @@ class Threshold(nn.Module):
     @torch.no_grad()
     def move(self, kth: Tensor, usable: Tensor | bool = True) -> None:
         """Move towards the k-th best scores (E,) of a batch, if they are finite and `usable`."""
-        usable = kth.isfinite().all() & usable
-        average = self.decay * self.average + (1 - self.decay) * kth.to(self.average.dtype)
-        weight = self.decay * self.weight + (1 - self.decay)
-        self.average.copy_(torch.where(usable, average, self.average))
+        usable, kth = kth.isfinite().all() & usable, kth.to(self.average.dtype)
+        weight = self.decay * self.weight + (1 - self.decay)  # 1 - decay^n after n updates: it counts them
+        before = (1 - self.weight).log() / math.log(max(self.decay, 1e-30))
+        share = (_NEWEST / (before + _NEWEST)).clamp(min=1 - self.decay)
+        mean = torch.where(self.weight > 0, self.average / self.weight, kth)
+        self.average.copy_(torch.where(usable, weight * (mean + share * (kth - mean)), self.average))
         # As one element: torch 2.13 loses what compiled code writes into a float64 tensor of no axis.
         self.weight.view(1).copy_(torch.where(usable, weight, self.weight).view(1))
 
