@@ -66,6 +66,17 @@ def test_parameters_and_flops_equal_the_built_model(options):
         assert counter.get_total_flops() == pytest.approx(backward, rel=1e-12)
 
 
+@pytest.mark.parametrize(("experts", "sequences", "T"), [(16, 8, 24), (12, 8, 32), (64, 8, 32), (64, 32, 16)])
+def test_experts_that_choose_out_of_a_batch_are_counted_as_they_run(experts, sequences, T):
+    shape = {"vocab": 64, "dim": 32, "heads": 2, "layers": 2, "experts": experts, "top_k": 1, "shared_experts": 1}
+    for pool in ("batch", "sequence"):
+        config = dg.ModelConfig(**shape, pattern="mode", pool=pool)
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+            dg.Decoder(config)(torch.zeros(sequences, T, dtype=torch.long))
+        counted = sequences * flops.model_cost(config, T, sequences=sequences).forward
+        assert counter.get_total_flops() == pytest.approx(counted, rel=1e-12)
+
+
 @each
 def test_the_future_never_leaks_in_causal_mode(options):
     model = build(options).double()

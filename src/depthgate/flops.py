@@ -3,7 +3,7 @@
 A FLOP is a multiply or an add of a matrix product, as torch's FlopCounterMode counts with attention written out: a
 causal mask saves nothing, and norms, activations, gathers and sorts are free. Routed layers count the top-k choice of
 one document a sequence; the empty slots that packed documents need (at most one less than there are) are not counted.
-Experts that choose out of a batch are counted as if each sequence were one.
+Experts that choose out of a batch choose out of all its `sequences`.
 """
 
 import math
@@ -74,7 +74,7 @@ def expert_hidden(config: ModelConfig) -> int:
     return config.expert_hidden or max(8, round(hidden / used / 8) * 8)
 
 
-def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float | None) -> Cost:
+def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float | None, sequences: int) -> Cost:
     if kind not in EXPERT_KINDS:
         return _swiglu(config, rows, config.hidden or swiglu_hidden(config.dim))
     hidden, experts, null = expert_hidden(config), config.experts, config.null_experts
@@ -82,7 +82,8 @@ def _feed_forward(config: ModelConfig, rows: int, kind: str, expert_share: float
     if expert_share is not None:
         used = rows * config.top_k * expert_share
     elif config.experts_choose(kind):
-        used = experts * budget(config.top_k / experts, rows)
+        pool = sequences if config.pool == "batch" else 1
+        used = experts * budget(config.top_k / experts, rows * pool) / pool
     router = _linear(rows, config.dim, experts + null, bias=bool(config.experts_choose(kind)))
     shared, each = _swiglu(config, rows, config.shared_experts * hidden), _swiglu(config, used, hidden)
     return router + shared + Cost(each.parameters * experts, each.forward, each.training)
@@ -99,14 +100,23 @@ def _router(config: ModelConfig, tokens: int) -> Cost:
 
 
 def layer_cost(
-    config: ModelConfig, kind: str, tokens: int, expert_share: float | None = None, entered: int | None = None
+    config: ModelConfig,
+    kind: str,
+    tokens: int,
+    expert_share: float | None = None,
+    sequences: int = 1,
+    entered: int | None = None,
 ) -> Cost:
-    """One layer of a kind over one sequence of `tokens` tokens. expert_share: the experts that compute a token, on
-    average, over `top_k`; unless given, all that choose have their share of tokens, and of those that are chosen null
-    ones are chosen as often as the others. entered: tokens that a routed layer takes, its capacity's unless given."""
+    """One layer of a kind over one sequence of `tokens` tokens, in a batch of `sequences`.
+
+    expert_share: the experts that compute a token, on average, over `top_k`; unless given, all that choose have their
+    share of tokens, and of those that are chosen null ones are chosen as often as the others. entered: tokens that a
+    routed layer takes, its capacity's unless given.
+    """
     routed = kind in ROUTED_KINDS
     rows = tokens if not routed else budget(config.capacity, tokens) if entered is None else entered
-    cost = _attention(config, rows) + _feed_forward(config, rows, kind, expert_share) + Cost(2 * config.dim)
+    cost = _attention(config, rows) + Cost(2 * config.dim)
+    cost += _feed_forward(config, rows, kind, expert_share, sequences)
     return cost + _router(config, tokens) if routed and kind != "random" else cost
 
 
@@ -145,7 +155,9 @@ def vit_cost(config: ViTConfig) -> Cost:
     return cost
 
 
-def model_cost(config: ModelConfig | ViTConfig, tokens: int, expert_share: float | None = None) -> Cost:
+def model_cost(
+    config: ModelConfig | ViTConfig, tokens: int, expert_share: float | None = None, sequences: int = 1
+) -> Cost:
     """The whole model over one sequence or image, head included."""
     if isinstance(config, ViTConfig):
         return vit_cost(config)
@@ -153,7 +165,7 @@ def model_cost(config: ModelConfig | ViTConfig, tokens: int, expert_share: float
     head = _linear(tokens, config.dim, config.vocab)
     cost += Cost(0, head.forward, head.training) if config.tied else head
     for kind, layers in Counter(config.kinds).items():
-        cost += layer_cost(config, kind, tokens, expert_share) * layers
+        cost += layer_cost(config, kind, tokens, expert_share, sequences) * layers
     return cost
 
 
@@ -182,8 +194,8 @@ def forward_flops(
 
 
 def training_flops(
-    config: ModelConfig | ViTConfig, tokens: int | None = None, expert_share: float | None = None
+    config: ModelConfig | ViTConfig, tokens: int | None = None, expert_share: float | None = None, sequences: int = 1
 ) -> float:
     """Forward and backward FLOPs a token, in a sequence of `tokens`; see `layer_cost`."""
     tokens = tokens or config.context
-    return model_cost(config, tokens, expert_share).training / tokens
+    return model_cost(config, tokens, expert_share, sequences).training / tokens

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -224,8 +224,9 @@ def total_flops(training: Any, steps: int) -> float:
     falls = getattr(training, "capacity_steps", 0)
     falling = min(falls, steps) if training.model.routed else 0
     shares = (capacity(training.model.capacity, step, falls) for step in range(falling))
-    dearer = sum(training_flops(replace(training.model, capacity=share)) for share in shares)
-    per_token = dearer + training_flops(training.model) * (steps - falling)
+    cost = partial(training_flops, sequences=training.batch // training.accumulate)
+    dearer = sum(cost(replace(training.model, capacity=share)) for share in shares)
+    per_token = dearer + cost(training.model) * (steps - falling)
     return float(per_token * training.batch * training.model.context)
 
 

@@ -92,6 +92,7 @@ class Pretraining:
         if world.size > 1 and config.optimizer == "muon":
             raise InvalidValueError("optimizer is 'muon': it needs whole matrices, in one process; use adamw")
         self.config, self.capacity = config, config.model.capacity
+        self.sequences = max(1, config.batch // config.accumulate // world.size)  # that are computed at once
         self.goal, self.falling_steps = config.model.capacity, config.capacity_steps
         torch.manual_seed(config.seed)
         self.model = build_decoder(config.model, config.compile, world)
@@ -109,7 +110,7 @@ class Pretraining:
         return mean, of_routers, shares, plans
 
     def flops_per_token(self, capacity: float) -> float:
-        return training_flops(replace(self.config.model, capacity=capacity))
+        return training_flops(replace(self.config.model, capacity=capacity), sequences=self.sequences)
 
     def held(self) -> dict[str, Tensor]:
         return self.model.state_dict()

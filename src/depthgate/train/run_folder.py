@@ -298,8 +298,9 @@ def _progress_line(steps: int, done: int) -> Iterator[Record]:
 def _about(row: Row) -> str:
     """A step in a line, short enough for 80 columns with a few routed layers."""
     loss = "not finite" if row["loss"] is None else f"{row['loss']:.3f}"
-    shares = " ".join(f"{share:.2f}".removeprefix("0") for share in row["routed_share"]) or "all"
-    return f"loss {loss} {row['tokens_per_second']:,.0f} tok/s {row['utilisation']:.0%} of peak routed {shares}"
+    shares = "".join(f" {share:.2f}".replace(" 0.", " .") for share in row["routed_share"])
+    routed = f" routed{shares}" if shares else ""
+    return f"loss {loss} {row['tokens_per_second']:,.0f} tok/s {row['utilisation']:.0%} of peak{routed}"
 
 
 @contextmanager
