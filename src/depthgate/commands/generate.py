@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import closing
 from io import TextIOWrapper
 
-from depthgate.config import ModelConfig
+from depthgate.config import EXPERT_KINDS, ModelConfig
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.generation.calls import events
@@ -23,6 +23,11 @@ def run(config: GenerateConfig, as_json: bool) -> int:
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may say what a terminal cannot show
     model = load_decoder(config.model).to(resolve_device(config.device))
+    if config.depth and not model.config.routed:
+        experts = f"; `depthgate view --model {config.model}` shows what experts compute" * bool(
+            {*EXPERT_KINDS} & {*model.config.kinds}
+        )
+        print(f"depthgate: every token goes through all {model.config.layers} layers{experts}", file=sys.stderr)
     if not config.prompt:
         if as_json:
             raise DepthgateError("--json needs at least one --prompt")
