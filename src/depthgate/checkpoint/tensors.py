@@ -37,7 +37,6 @@ def damaged(path: Path, what: str) -> DepthgateError:
 
 
 def from_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """Decode a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
