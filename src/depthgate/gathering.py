@@ -155,8 +155,10 @@ class Arguments:
         """True if torch's masks, or hints, among the arguments hide all later tokens. Compiled code cannot look into a
         mask, and takes any as one that does."""
         masks = [named[mask] for mask in CAUSAL.values() if named.get(mask) is not None]
-        known = torch.compiler.is_compiling() and bool(masks)
-        return known or any(named.get(hint) for hint in CAUSAL) or any(map(_hides_later, masks))
+        if any(named.get(hint) for hint in CAUSAL) or (masks and torch.compiler.is_compiling()):
+            return True
+        hidden = [mask <= MASKED if mask.is_floating_point() else mask for mask in masks]  # (..., T, T)
+        return any(bool((each | torch.ones_like(each).tril()).all()) for each in hidden)
 
     def takes_padding(self, kinds: Kinds) -> bool:
         """True if the block can be told of empty slots: by its padding mask, or by a mask that says who sees whom."""
@@ -226,11 +228,9 @@ class Arguments:
 
     def _tokens(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:
         B, T = x.shape[:2]
-        if value.ndim >= 2 and value.shape[0] in (1, B) and value.shape[1] == T:
-            whole = value
-        elif value.ndim >= 1 and value.shape[0] == T:
-            whole = value[None]
-        else:
+        of_rows = value.ndim >= 2 and value.shape[0] in (1, B) and value.shape[1] == T
+        whole = value if of_rows else value[None]
+        if whole.shape[1:2] != (T,):
             raise InvalidValueError(
                 f"{name} has shape {tuple(value.shape)}: per_token needs ({B}, {T}, ...), (1, {T}, ...) or ({T}, ...)"
             )
@@ -245,10 +245,8 @@ class Arguments:
             one, what = (f"{T}, {T}", "per_pair") if len(axes) == 2 else (f"{T}, S", "it")
             told = f"({one}), ({B}, {one}), ({B}, 1, {one}) or ({B}, heads, {one})"
             raise InvalidValueError(f"{name} has shape {tuple(value.shape)}: {what} needs {told}")
-        if flat:
-            pairs = value.reshape(B, -1, *value.shape[-2:])
-        else:
-            pairs = value[:, None] if len(lead) == 1 else value[(None,) * (4 - value.ndim)]
+        by_head = value[:, None] if len(lead) == 1 else value[(None,) * (4 - value.ndim)]
+        pairs = value.reshape(B, -1, *value.shape[-2:]) if flat else by_head
         for axis in axes:
             if pairs.shape[axis] == T:
                 index = plan.tokens[:, 0, :, None] if axis == -2 else plan.tokens[:, 0, None]
@@ -256,12 +254,6 @@ class Arguments:
         if self.heads is not None and (name in (*KNOWN["per_pair"], *KNOWN["per_query"]) or flat):
             return pairs.expand(B, self.heads, *pairs.shape[2:]).flatten(0, 1)
         return pairs[:, 0] if len(lead) == 1 else pairs
-
-
-def _hides_later(mask: Tensor) -> bool:
-    """mask (..., k, k), True or very negative where a query does not see a key."""
-    hidden = mask <= MASKED if mask.is_floating_point() else mask
-    return bool((hidden | torch.ones_like(hidden).tril()).all())
 
 
 def _pairs_padding(filled: Tensor, given: Tensor) -> Tensor:
