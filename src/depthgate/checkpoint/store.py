@@ -131,10 +131,8 @@ def begun(run: Path, step: int, size: int) -> Iterator[Path]:
     with lock(run / ".lock"):
         _tidy(run)
         if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
-            sizes = f"{free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
-            raise DepthgateError(
-                f"{run} has {sizes}: free some space or choose another; earlier checkpoints are intact"
-            )
+            what = f"{run} has {free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
+            raise DepthgateError(f"{what}: free some space or choose another; earlier checkpoints are intact")
         temp = run / f".tmp-step-{step}-{secrets.token_hex(8)}"
         try:
             os.mkdir(temp)
@@ -224,10 +222,9 @@ def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> It
                 raise damaged(path, f"has {found.st_size} bytes where the manifest says {record['size']}")
             if path.suffix == ".json" and found.st_size > MAX_JSON:
                 raise damaged(path, f"has {found.st_size} bytes, more than the {MAX_JSON} allowed")
-            if record is not None and hashed:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                    raise damaged(path, "is not what was saved (its SHA-256 differs)")
-                file.seek(0)
+            if record is not None and hashed and hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+                raise damaged(path, "is not what was saved (its SHA-256 differs)")
+            file.seek(0)
             yield file
     except OSError as error:
         raise damaged(path, f"cannot be opened ({error.strerror})") from None
