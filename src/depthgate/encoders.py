@@ -23,17 +23,12 @@ class _SequenceEncoder(nn.Module):
     def __init__(self, embed_dim: int, hidden_size: int, window: int) -> None:
         super().__init__()
         self.embed_dim = check_count(embed_dim, "embed_dim")
-        self.hidden_size = check_count(hidden_size, "hidden_size")
+        self.hidden_size = self.output_size = check_count(hidden_size, "hidden_size")
         self.project = nn.Linear(embed_dim, hidden_size)
         self.age = nn.Embedding(window, hidden_size)
         nn.init.normal_(self.age.weight, std=0.02)
         self.layers = nn.ModuleList()
         self.norm = nn.RMSNorm(hidden_size)
-
-    @property
-    def output_size(self) -> int:
-        """Width of the encoder's output."""
-        return self.hidden_size
 
     @classmethod
     def recommended_defaults(cls) -> dict[str, Any]:
