@@ -88,8 +88,8 @@ def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = Non
 
 def _options_of(folder: str | Path, *names: str) -> list[Any]:
     """What a run was asked to do, given its folder or that of one of its checkpoints."""
-    home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
     try:
+        home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
         asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))
         return [asked[name] for name in names]
     except (OSError, ValueError, KeyError, TypeError) as error:
