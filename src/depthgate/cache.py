@@ -105,8 +105,6 @@ class LayerCache:
 
 
 class RowsOfCache(NamedTuple):
-    """Some rows of a layer's cache."""
-
     cache: LayerCache
     rows: Tensor
 

@@ -46,12 +46,10 @@ class World:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Wait until every process is here."""
         if self.size > 1:
             dist.barrier()
 
     def sum(self, value: Tensor) -> Tensor:
-        """The sum over all processes."""
         if self.size > 1:
             value = value.clone()
             dist.all_reduce(value)

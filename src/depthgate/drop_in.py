@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_count
 from depthgate.flops import budget
-from depthgate.gathering import Arguments
+from depthgate.gathering import Arguments, Given, Kinds
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers import SoftMoE as SoftMoEUpdate
 from depthgate.layers.mod import SoftMoD
@@ -149,12 +149,13 @@ class MixtureOfDepths(Named, nn.Module):
             named["mask"], mask = mask, None
         if "keep" in self._arguments.told and keep is not None:
             named["keep"], keep = keep, None
-        real = self._arguments.joined_mask(mask, named, x)
+        kinds = {name: self._arguments.kind(name, value, x) for name, value in named.items()}
+        real = self._arguments.joined_mask(mask, named, kinds, x)
         pos = None if real is None else masked_positions(real, x)
         kept = self._kept(x, real, keep, causal)
         unknown = causal and not torch.compiler.is_compiling() and not self._called
         plan = self.router(x, pos, causal, keep=kept, fewest_slots=int(self.always_call or unknown))
-        y = self._through_block(x, plan, named) if plan.tokens.shape[-1] or not x.numel() else x
+        y = self._through_block(x, plan, named, kinds) if plan.tokens.shape[-1] or not x.numel() else x
         y = x.clone() if y is x else y  # which may be written to
         y = self.router_training(y, plan, self.router)
         y = torch._nested_tensor_from_mask(y, mask) if nested else y  # type: ignore[arg-type]
@@ -175,11 +176,10 @@ class MixtureOfDepths(Named, nn.Module):
         first = (plain_positions(x) if mask is None else mask.cumsum(1) - 1) < self.keep
         return first if keep is None else first | keep
 
-    def _through_block(self, x: Tensor, plan: Slots, named: dict[str, Any]) -> Tensor:
+    def _through_block(self, x: Tensor, plan: Slots, named: Given, kinds: Kinds) -> Tensor:
         """x with its routed tokens taken through the block."""
         plan = plan if x.numel() else plan._replace(filled=None)  # torch's layers take no masks of an empty batch
-        kinds = self._arguments.kinds_of(named, x)
-        if plan.filled is None or self._arguments.takes_padding(named):
+        if plan.filled is None or self._arguments.takes_padding(kinds):
             return self._one_call(x, plan, named, kinds)
         if torch.compiler.is_exporting():
             raise DepthgateError("rows differ, and the block takes no padding mask: export needs a padding_keyword")
@@ -197,14 +197,14 @@ class MixtureOfDepths(Named, nn.Module):
             y = y.to(rows.dtype).index_copy(0, batch, rows if apart else rows[batch])
         return y
 
-    def _one_call(self, x: Tensor, plan: Slots, named: dict[str, Any], kinds: dict[str, str | None]) -> Tensor:
+    def _one_call(self, x: Tensor, plan: Slots, named: Given, kinds: Kinds) -> Tensor:
         rows = plan.dispatch(x, fill=0)[:, 0]
         found = self._arguments.gathered(named, kinds, plan, x)
         watched = plan.causal and rows.shape[1] > 1
         out = self._watched_block(rows, found, plan, named) if watched else self._block(rows, found)
         return plan.merge(x, out[:, None])
 
-    def _block(self, rows: Tensor, named: dict[str, Any]) -> Tensor:
+    def _block(self, rows: Tensor, named: Given) -> Tensor:
         if torch.compiler.is_compiling():
             out = self._arguments.call(self.block, rows, named)
         else:
@@ -227,7 +227,7 @@ class MixtureOfDepths(Named, nn.Module):
             )
         return out
 
-    def _watched_block(self, rows: Tensor, found: dict[str, Any], plan: Slots, named: dict[str, Any]) -> Tensor:
+    def _watched_block(self, rows: Tensor, found: Given, plan: Slots, named: Given) -> Tensor:
         """The block's result in a causal call, with a warning if what is known of torch's layers, or the gradient of a
         row's first token, shows that the block looks at later ones."""
         known, grad = self._arguments.torch_layer, torch.is_grad_enabled()
@@ -303,13 +303,11 @@ def _check_block(block: Any) -> None:
     if not isinstance(block, nn.Module):
         raise InvalidValueError(f"block is a {type(block).__name__}: it must be an nn.Module")
     if isinstance(block, MixtureOfDepths):
-        raise InvalidValueError(
-            f"block is a MixtureOfDepths itself, of capacity {block.capacity}: route once, with the product of both"
-        )
+        what = f"block is a MixtureOfDepths itself, of capacity {block.capacity}"
+        raise InvalidValueError(f"{what}: route once, with the product of both")
     if isinstance(block, Block | MoD | SoftMoD | MoE | SoftMoEUpdate | SwiGLU | Attention):
-        raise InvalidValueError(
-            f"block is a {type(block).__name__}, which returns an update without the residual: use depthgate.layers.MoD"
-        )
+        what = f"block is a {type(block).__name__}, which returns an update without the residual"
+        raise InvalidValueError(f"{what}: use depthgate.layers.MoD")
     for part, name in itertools.product(block.modules(), _OVER_ALL_PLACES):
         if isinstance(getattr(part, name, None), Tensor | nn.Module):
             raise InvalidValueError(f"block has {name}, which counts the places between tokens: it cannot be routed")

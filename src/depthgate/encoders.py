@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from depthgate.errors import check_capacity, check_choice, check_count, check_divides, check_head, check_number
 from depthgate.layers import Attention, Block, MoD, SoftMoE, SwiGLU
 from depthgate.layers.mod import SoftMoD
-from depthgate.ops.rows import check_tokens, masked_positions, plain_positions, take_rows
+from depthgate.ops.rows import check_tokens, masked_positions, plain_positions
 from depthgate.routing import Plans, TopTokens
 
 
@@ -23,17 +23,12 @@ class _SequenceEncoder(nn.Module):
     def __init__(self, embed_dim: int, hidden_size: int, window: int) -> None:
         super().__init__()
         self.embed_dim = check_count(embed_dim, "embed_dim")
-        self.hidden_size = check_count(hidden_size, "hidden_size")
+        self.hidden_size = self.output_size = check_count(hidden_size, "hidden_size")
         self.project = nn.Linear(embed_dim, hidden_size)
         self.age = nn.Embedding(window, hidden_size)
         nn.init.normal_(self.age.weight, std=0.02)
         self.layers = nn.ModuleList()
         self.norm = nn.RMSNorm(hidden_size)
-
-    @property
-    def output_size(self) -> int:
-        """Width of the encoder's output."""
-        return self.hidden_size
 
     @classmethod
     def recommended_defaults(cls) -> dict[str, Any]:
@@ -67,13 +62,10 @@ class _SequenceEncoder(nn.Module):
         """x (batch, seq, embed_dim); mask (batch, seq), True at real timesteps -> (batch, hidden_size).
         A sequence without a real timestep gives zeros."""
         hidden, _ = self.features(x, mask)
-        B, T, H = hidden.shape
-        if T == 0:
-            return hidden.new_zeros(B, H)
         if mask is None:
-            return hidden[:, -1]
-        step = torch.where(mask, torch.arange(T, device=x.device), -1).max(1, keepdim=True).values  # (B, 1)
-        return torch.where(step >= 0, take_rows(hidden, step.clamp(min=0))[:, 0], 0.0)
+            return hidden[:, -1:].sum(1)  # 0 where there is none
+        last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(last[..., None], hidden, 0.0).sum(1)
 
 
 class MoDEncoder(_SequenceEncoder):

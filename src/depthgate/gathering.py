@@ -1,7 +1,7 @@
 """The other arguments of a block, gathered as its tokens are. Names decide; shapes tell forms of one kind apart."""
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,13 @@ KNOWN = {
 CACHES = "but a routed block keeps no cache: call the model with use_cache=False, or use depthgate.hf.convert"
 PLACES = "timm's positions of all patches in order: a routed block gets some of them; take a model without"
 REFUSED = dict.fromkeys(("past_key_value", "past_key_values", "layer_past"), CACHES) | {"rope": PLACES}
+TOKENS, PAIRS = ("per_token", "real"), ("per_pair", "per_query", "seen")  # kinds: see `Arguments.kind`
 SEEN = ("attention_mask", "attn_mask")  # of four axes they say, in models of transformers and timm, who sees whom
 CAUSAL = {"is_causal": "src_mask", "tgt_is_causal": "tgt_mask"}  # torch's hints, and the masks that they describe
 OURS = ("mask", "keep", "causal", "return_plans")
 MASKED = -1e4  # an additive mask of this or less hides a token for good
+Given = dict[str, Any]  # arguments of a block, by name
+Kinds = dict[str, str | None]  # what they belong to
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # of compile, checkpoints, FSDP1
 
 
@@ -79,7 +82,7 @@ class Arguments:
         self.heads = next((m.num_heads for m in inner.modules() if isinstance(m, nn.MultiheadAttention)), None)
         self.torch_layer = isinstance(inner, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer)
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named(self, args: tuple[Any, ...], kwargs: Given) -> Given:
         """Positional arguments after x, and keywords, all by name."""
         named = dict(zip(self.names, args, strict=False))
         more = args[len(self.names) :]
@@ -94,14 +97,41 @@ class Arguments:
                 raise InvalidValueError(f"{name} is given, {why}")
         return named
 
-    def call(self, block: nn.Module, rows: Tensor, named: dict[str, Any]) -> Any:
+    def call(self, block: nn.Module, rows: Tensor, named: Given) -> Any:
         """The block's result; arguments that it takes by position are given so."""
         more = named.get(self.rest, ()) if self.rest is not None else ()
         first = [name for name in (self.names if more else self.unnamed) if name in named]
         others = {name: value for name, value in named.items() if name not in (*first, self.rest)}
         return block(rows, *(named[name] for name in first), *more, **others)
 
-    def joined_mask(self, mask: Tensor | None, named: dict[str, Any], x: Tensor) -> Tensor | None:
+    def kind(self, name: str, value: Any, x: Tensor) -> str | None:
+        """What an argument belongs to, in a call with x (B, T, D). Masks of transformers and timm have several forms
+        under one name, and two kinds of their own: real, (B, T), not 0 at real tokens; and seen, (B, 1, T, T) or
+        (B, 1, 1, T), True or 0 where a query sees a key, but in a block with an nn.MultiheadAttention False or 0."""
+        (B, T), kind, undeclared = x.shape[:2], self.kinds.get(name), name not in self.told
+        axes = value.ndim if isinstance(value, Tensor) else 0
+        if name == "encoder_attention_mask" and axes == 2 and undeclared:
+            return "per_row"  # (B, S)
+        if name in SEEN and axes == 4 and undeclared:
+            if name == "attention_mask" and self.heads is not None and not value.is_floating_point():
+                raise InvalidValueError(
+                    f"attention_mask is {value.dtype} of four axes, True at what is seen in transformers, and at what "
+                    "is hidden in the nn.MultiheadAttention of this block: say per_pair=['attention_mask'], and give "
+                    "padding by mask="
+                )
+            return "seen"
+        if name != "attention_mask" or axes != 2 or name == self.padding:
+            return kind
+        if undeclared and value.shape in ((B, T), (1, T)) and (B == T or value.is_floating_point()):
+            raise InvalidValueError(
+                f"attention_mask is {value.dtype} of shape {tuple(value.shape)}, and x {B} rows of {T} tokens, which "
+                f"may mean several things: say per_token=[{name!r}] if it is not 0 at real tokens, "
+                f"padding_keyword={name!r} if it is True or -inf at padding, per_pair=[{name!r}] if it is (T, T)"
+            )
+        of_tokens = value.shape != (T, T) and not value.is_floating_point() if undeclared else kind == "per_token"
+        return "real" if of_tokens else kind
+
+    def joined_mask(self, mask: Tensor | None, named: Given, kinds: Kinds, x: Tensor) -> Tensor | None:
         """mask (B, T), True at real tokens, without those that the block's own masks leave out: its padding mask, an
         `attention_mask` (B, T) of transformers, and masks of four axes, of transformers and timm."""
         if mask is not None:
@@ -111,38 +141,30 @@ class Arguments:
             if value is not None and name in (self.padding, *PADDING):
                 check_shape(value, x, name)
                 real = value > MASKED if value.is_floating_point() else value == 0
-            elif self._marks_tokens(name, value, x):
+            elif kinds[name] == "real":
                 check_shape(value, x, name)
                 real = value != 0
-            elif self._says_who_sees(name, value) and value.shape[-1] == x.shape[1] and len(value) in (1, len(x)):
+            elif kinds[name] == "seen" and value.shape[-1] == x.shape[1] and len(value) in (1, len(x)):
                 seen = value > MASKED if value.is_floating_point() else (value != 0) != (self.heads is not None)
                 real = seen.flatten(1, 2).any(1).expand(x.shape[:2])  # a key that no query sees is padding
             if real is not None:
                 mask = real if mask is None else mask & real
         return mask
 
-    def is_causal(self, named: dict[str, Any]) -> bool:
+    def is_causal(self, named: Given) -> bool:
         """True if torch's masks, or hints, among the arguments hide all later tokens. Compiled code cannot look into a
         mask, and takes any as one that does."""
         masks = [named[mask] for mask in CAUSAL.values() if named.get(mask) is not None]
-        known = torch.compiler.is_compiling() and bool(masks)
-        return known or any(named.get(hint) for hint in CAUSAL) or any(map(_hides_later, masks))
+        if any(named.get(hint) for hint in CAUSAL) or (masks and torch.compiler.is_compiling()):
+            return True
+        hidden = [mask <= MASKED if mask.is_floating_point() else mask for mask in masks]  # (..., T, T)
+        return any(bool((each | torch.ones_like(each).tril()).all()) for each in hidden)
 
-    def takes_padding(self, named: dict[str, Any]) -> bool:
+    def takes_padding(self, kinds: Kinds) -> bool:
         """True if the block can be told of empty slots: by its padding mask, or by a mask that says who sees whom."""
-        return self.padding is not None or (self.heads is None and any(map(self._says_who_sees, named, named.values())))
+        return self.padding is not None or (self.heads is None and "seen" in kinds.values())
 
-    def kinds_of(self, named: dict[str, Any], x: Tensor) -> dict[str, str | None]:
-        """What each argument belongs to, in a call with x (B, T, D)."""
-        kinds = {name: self.kinds.get(name) for name in named}
-        for name, value in named.items():
-            if self._marks_tokens(name, value, x):
-                kinds[name] = "per_token"
-            elif name == "encoder_attention_mask" and name not in self.told and getattr(value, "ndim", 0) == 2:
-                kinds[name] = "per_row"  # (B, S), of transformers
-        return kinds
-
-    def gathered(self, named: dict[str, Any], kinds: dict[str, str | None], plan: Slots, x: Tensor) -> dict[str, Any]:
+    def gathered(self, named: Given, kinds: Kinds, plan: Slots, x: Tensor) -> Given:
         """The arguments for the rows (B, k, D) of a plan."""
         found = {name: self._gathered(name, kinds[name], value, plan, x) for name, value in named.items()}
         k = plan.tokens.shape[-1]
@@ -155,87 +177,60 @@ class Arguments:
             if self.padding is not None:
                 found[self.padding] = _padding(plan.filled[:, 0], found.get(self.padding))
             elif self.heads is None:
-                seen = {name: mask for name, mask in found.items() if self._says_who_sees(name, mask)}
-                found |= {name: _pairs_padding(plan.filled[:, 0], mask) for name, mask in seen.items()}
+                seen = [name for name, kind in kinds.items() if kind == "seen"]
+                found |= {name: _pairs_padding(plan.filled[:, 0], found[name]) for name in seen}
         masks = [name for name in found if name in (self.padding, *KNOWN["per_pair"]) and found[name] is not None]
         hidden = {name: found[name] for name in masks if not found[name].is_floating_point()}
         if self.heads is not None and len(hidden) < len(masks):  # torch wants masks of one kind
             found |= {n: torch.zeros_like(m, dtype=x.dtype).masked_fill(m, -torch.inf) for n, m in hidden.items()}
         return found
 
-    def rows_are_known(self, named: dict[str, Any], kinds: dict[str, str | None], x: Tensor) -> bool:
+    def rows_are_known(self, named: Given, kinds: Kinds, x: Tensor) -> bool:
         """False if it is not known whether a tensor as long as the batch has an entry for each row."""
         others = [value for name, value in named.items() if kinds[name] in ("shared", None)]
         return not any(isinstance(v, Tensor) and v.shape[:1] == x.shape[:1] for v in pytree.tree_leaves(others))
 
-    def rows(self, named: dict[str, Any], kinds: dict[str, str | None], batch: Tensor, x: Tensor) -> dict[str, Any]:
+    def rows(self, named: Given, kinds: Kinds, batch: Tensor, x: Tensor) -> Given:
         """The arguments for some rows (N,) of the batch x (B, T, D); shared and undeclared ones as they are."""
         B, T = x.shape[:2]
 
         def cut(kind: str | None, value: Tensor) -> Tensor:
-            if kind in ("per_pair", "per_query") and self.heads and value.ndim == 3 and len(value) == B * self.heads:
+            if kind in PAIRS and self.heads and value.ndim == 3 and len(value) == B * self.heads:
                 return value.reshape(B, self.heads, *value.shape[1:])[batch].flatten(0, 1)
-            axes = {"per_token": 2, "per_pair": 3, "per_query": 3, "per_row": 1}.get(kind or "", value.ndim + 1)
-            each = value.ndim >= axes and len(value) == B and (kind != "per_token" or value.shape[1] == T)
+            axes = 3 if kind in PAIRS else 2 if kind in TOKENS else 1
+            each = value.ndim >= axes and len(value) == B and (kind not in TOKENS or value.shape[1] == T)
             return value[batch] if each else value
 
-        return {n: pytree.tree_map_only(Tensor, partial(cut, kinds[n]), value) for n, value in named.items()}
-
-    def _marks_tokens(self, name: str, value: Any, x: Tensor) -> bool:
-        """True for an `attention_mask` (B, T) of transformers, not 0 at real tokens."""
-        if name != "attention_mask" or not isinstance(value, Tensor) or value.ndim != 2 or name == self.padding:
-            return False
-        if name in self.told:
-            return self.kinds[name] == "per_token"
-        B, T = x.shape[:2]
-        if value.shape in ((B, T), (1, T)) and (B == T or value.is_floating_point()):
-            raise InvalidValueError(
-                f"attention_mask is {value.dtype} of shape {tuple(value.shape)}, and x {B} rows of {T} tokens, which "
-                f"may mean several things: say per_token=[{name!r}] if it is not 0 at real tokens, "
-                f"padding_keyword={name!r} if it is True or -inf at padding, per_pair=[{name!r}] if it is (T, T)"
-            )
-        return value.shape != (T, T) and not value.is_floating_point()
-
-    def _says_who_sees(self, name: str, value: Any) -> bool:
-        """True for an undeclared mask of four axes, (B, 1, T, T) or (B, 1, 1, T): True or 0 where a query sees a key;
-        but in a block with an nn.MultiheadAttention False or 0."""
-        if name not in SEEN or name in self.told or not isinstance(value, Tensor) or value.ndim != 4:
-            return False
-        if name == "attention_mask" and self.heads is not None and not value.is_floating_point():
-            raise InvalidValueError(
-                f"attention_mask is {value.dtype} of four axes, True at what is seen in transformers, and at what is "
-                f"hidden in the nn.MultiheadAttention of this block: say per_pair=[{name!r}], and give padding by mask="
-            )
-        return True
+        mine = {name: value for name, value in named.items() if kinds[name] not in ("shared", None)}
+        return named | {n: pytree.tree_map_only(Tensor, partial(cut, kinds[n]), value) for n, value in mine.items()}
 
     def _gathered(self, name: str, kind: str | None, value: Any, plan: Slots, x: Tensor) -> Any:
-        if kind == "per_row":
-            for leaf in pytree.tree_leaves(value):
-                if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != len(x)):
-                    text = f"{name} has shape {tuple(leaf.shape)}, and x {len(x)} rows: per_row needs ({len(x)}, ...)"
-                    raise InvalidValueError(f"{text}, or declare it otherwise, such as shared=[{name!r}]")
-        if kind in ("shared", "per_row"):
-            return value
-        for leaf in pytree.tree_leaves(value):
-            inside = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
-            if any(isinstance(each, Tensor) for each in inside):
-                raise InvalidValueError(
-                    f"{name} has tensors in a {type(leaf).__name__}: unpack it, or shared=[{name!r}]"
-                )
-        gather: Callable[[str, Tensor, Slots, Tensor], Tensor]
-        if kind in ("per_pair", "per_query"):
-            gather = partial(self._pairs, axes=(-2, -1) if kind == "per_pair" else (-2,))
-        else:
-            gather = self._tokens if kind == "per_token" else self._undeclared
-        return pytree.tree_map_only(Tensor, lambda each: gather(name, each, plan, x), value)
+        B, T = x.shape[:2]
+        for leaf in [] if kind == "shared" else pytree.tree_leaves(value):
+            if not isinstance(leaf, Tensor):
+                inside = getattr(leaf, "__dict__", {}).values()
+                if kind != "per_row" and any(isinstance(each, Tensor) for each in inside):
+                    what = f"{name} has tensors in a {type(leaf).__name__}"
+                    raise InvalidValueError(f"{what}: unpack it, or shared=[{name!r}]")
+            elif kind == "per_row" and leaf.shape[:1] != x.shape[:1]:
+                text = f"{name} has shape {tuple(leaf.shape)}, and x {B} rows: per_row needs ({B}, ...)"
+                raise InvalidValueError(f"{text}, or declare it otherwise, such as shared=[{name!r}]")
+            elif kind is None and T > 1 and T in leaf.shape:  # of one token there is nothing to leave out
+                names = f"per_token=[{name!r}], per_pair=[{name!r}], per_row=[{name!r}] or shared=[{name!r}]"
+                text = f"{name} has shape {tuple(leaf.shape)}, and x {B} rows of {T} tokens: say what it belongs to"
+                raise InvalidValueError(f"{text}, by {names} of MixtureOfDepths")
+        if kind in TOKENS:
+            return pytree.tree_map_only(Tensor, lambda each: self._tokens(name, each, plan, x), value)
+        if kind in PAIRS:
+            axes = (-2,) if kind == "per_query" else (-2, -1)
+            return pytree.tree_map_only(Tensor, lambda each: self._pairs(name, each, plan, x, axes), value)
+        return value
 
     def _tokens(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:
         B, T = x.shape[:2]
-        if value.ndim >= 2 and value.shape[0] in (1, B) and value.shape[1] == T:
-            whole = value
-        elif value.ndim >= 1 and value.shape[0] == T:
-            whole = value[None]
-        else:
+        of_rows = value.ndim >= 2 and value.shape[0] in (1, B) and value.shape[1] == T
+        whole = value if of_rows else value[None]
+        if whole.shape[1:2] != (T,):
             raise InvalidValueError(
                 f"{name} has shape {tuple(value.shape)}: per_token needs ({B}, {T}, ...), (1, {T}, ...) or ({T}, ...)"
             )
@@ -250,9 +245,8 @@ class Arguments:
             one, what = (f"{T}, {T}", "per_pair") if len(axes) == 2 else (f"{T}, S", "it")
             told = f"({one}), ({B}, {one}), ({B}, 1, {one}) or ({B}, heads, {one})"
             raise InvalidValueError(f"{name} has shape {tuple(value.shape)}: {what} needs {told}")
-        pairs = value.reshape(B, -1, *value.shape[-2:]) if flat else value[(None,) * (4 - value.ndim)]
-        if len(lead) == 1 and not flat:
-            pairs = value[:, None]
+        by_head = value[:, None] if len(lead) == 1 else value[(None,) * (4 - value.ndim)]
+        pairs = value.reshape(B, -1, *value.shape[-2:]) if flat else by_head
         for axis in axes:
             if pairs.shape[axis] == T:
                 index = plan.tokens[:, 0, :, None] if axis == -2 else plan.tokens[:, 0, None]
@@ -260,20 +254,6 @@ class Arguments:
         if self.heads is not None and (name in (*KNOWN["per_pair"], *KNOWN["per_query"]) or flat):
             return pairs.expand(B, self.heads, *pairs.shape[2:]).flatten(0, 1)
         return pairs[:, 0] if len(lead) == 1 else pairs
-
-    def _undeclared(self, name: str, value: Tensor, plan: Slots, x: Tensor) -> Tensor:  # noqa: ARG002
-        B, T = x.shape[:2]
-        if T > 1 and T in value.shape:  # of one token there is nothing to leave out
-            names = f"per_token=[{name!r}], per_pair=[{name!r}], per_row=[{name!r}] or shared=[{name!r}]"
-            text = f"{name} has shape {tuple(value.shape)}, and x {B} rows of {T} tokens: say what it belongs to, by "
-            raise InvalidValueError(f"{text}{names} of MixtureOfDepths")
-        return value
-
-
-def _hides_later(mask: Tensor) -> bool:
-    """mask (..., k, k), True or very negative where a query does not see a key."""
-    hidden = mask <= MASKED if mask.is_floating_point() else mask
-    return bool((hidden | torch.ones_like(hidden).tril()).all())
 
 
 def _pairs_padding(filled: Tensor, given: Tensor) -> Tensor:

@@ -82,25 +82,26 @@ def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = Non
     if is_hugging_face(Path(folder)):
         what = f"{folder} is a Hugging Face model, which has no held-out text"
         raise InvalidValueError(f"{what}: name a text (--data; for view --text or --prompt)")
-    try:
-        asked = options_of(folder)
-        data, validation = str(asked["data"]), asked["validation"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DepthgateError(f"the {CONFIG} of {folder} does not name its data ({error}): name a text") from None
-    return prepare(data, tokenizer, validation).validation
+    data, validation = _options_of(folder, "data", "validation")
+    return prepare(str(data), tokenizer, validation).validation
 
 
-def options_of(folder: str | Path) -> dict[str, Any]:
+def _options_of(folder: str | Path, *names: str) -> list[Any]:
     """What a run was asked to do, given its folder or that of one of its checkpoints."""
-    home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
-    return json.loads((home / CONFIG).read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+    try:
+        home = Path(folder).absolute().parent if Path(folder, MANIFEST).exists() else Path(folder)
+        asked = json.loads((home / CONFIG).read_text(encoding="utf-8"))
+        return [asked[name] for name in names]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"the {CONFIG} of {folder} does not name its {names[0]} ({error})"
+        raise DepthgateError(f"{what}: name a text, or images") from None
 
 
 def is_of_images(folder: str | Path) -> bool:
     """True for the run of a vision transformer."""
     try:
-        return options_of(folder).get("task") == "images"
-    except (OSError, ValueError, AttributeError):
+        return _options_of(folder, "task") == ["images"]
+    except DepthgateError:
         return False
 
 
@@ -108,11 +109,7 @@ def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Ima
     """The held-out images of `data`; unless given, those of a run."""
     from depthgate.data.images import open_images
 
-    if data is None:
-        try:
-            data = str(options_of(folder)["data"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DepthgateError(f"the {CONFIG} of {folder} does not name its data ({error}): name images") from None
+    data = str(_options_of(folder, "data")[0]) if data is None else data
     found, config = open_images(data, model.config.size)[1], model.config
     if (len(found.names), found.pixels.shape[1]) != (config.classes, config.channels):
         what = f"{data} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
@@ -129,7 +126,7 @@ def load(path: str | Path) -> Any:
         from depthgate.hf.folder import load as load_model
 
         tokenizer = load_tokenizer(folder)
-        model = to_decoder(load_model(folder), LoadedDecoder)
+        model: Any = to_decoder(load_model(folder), LoadedDecoder)
         tokenizer.check_vocab(model.config.vocab)
         model.tokenizer = tokenizer
         return model
@@ -150,18 +147,16 @@ def load(path: str | Path) -> Any:
     if of_images:
         from depthgate.vit import ViT
 
-        vit = ViT(config)
-        check_fit(weights, vit.state_dict(), found.path)
-        vit.load_state_dict(weights)
-        vit.names = str(found.state.get("names", "")).split("\n")
-        return vit.eval()
-    tokenizer = _tokenizer(found.path.absolute().parent / TOKENIZER, config.vocab, found.state.get("tokenizer"))
-    model = LoadedDecoder(config)
+        model = ViT(config)
+        model.names = str(found.state.get("names", "")).split("\n")
+    else:
+        tokenizer = _tokenizer(found.path.absolute().parent / TOKENIZER, config.vocab, found.state.get("tokenizer"))
+        model = LoadedDecoder(config)
+        model.tokenizer = tokenizer
     check_fit(weights, model.state_dict(), found.path)
-    if config.tied and not torch.equal(weights["embed.weight"], weights["head.weight"]):
+    if not of_images and config.tied and not torch.equal(weights["embed.weight"], weights["head.weight"]):
         raise damaged(found.path, "has two weights where its configuration ties them")
     model.load_state_dict(weights)
-    model.tokenizer = tokenizer
     return model.eval()
 
 

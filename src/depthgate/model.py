@@ -121,8 +121,7 @@ class Decoder(nn.Module):
         add up. A weight's values depend on the seed, its name and its shape alone: models that differ elsewhere start
         alike."""
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
-        config = self.config
-        visited = sum(config.capacity if kind in ROUTED_KINDS else 1.0 for kind in config.kinds)
+        visited = sum(self.config.capacity if kind in ROUTED_KINDS else 1.0 for kind in self.config.kinds)
         for name, weight in self.named_parameters():
             if weight.ndim < 2 or weight.is_meta or "router.rule" in name:
                 continue

@@ -79,7 +79,10 @@ class RecordedPlans(Sequence[Plan]):
 
     def to(self, device: str | torch.device | None) -> "RecordedPlans":
         """The same plans on another device, without gradients."""
-        found = RecordedPlans(tuple(_to(plan, device) for plan in self._recorded()))
+        found = RecordedPlans()
+        for plan in self._recorded():
+            tensors: Any = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
+            found._plans.append(plan._replace(**{name: each.detach().to(device) for name, each in tensors.items()}))
         found.names = self.names[:]
         return found
 
@@ -90,11 +93,6 @@ class RecordedPlans(Sequence[Plan]):
     def save_page(self, path: str | Path, **options: Any) -> None:
         """The same as one self-contained HTML page: see `depthgate.view.save_page` for the options."""
         view.save_page(self._recorded(), path, names=self.names, **options)
-
-
-def _to(plan: Plan, device: str | torch.device | None) -> Plan:
-    tensors: dict[str, Any] = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
-    return plan._replace(**{name: each.detach().to(device) for name, each in tensors.items()})
 
 
 def record(model: nn.Module) -> RecordedPlans:

@@ -78,8 +78,6 @@ def save(
 
     When this returns, the checkpoint is on the disk. When it raises, the earlier ones are as they were. A checkpoint of
     the same step is replaced; later ones, which only a run that went back can meet, are left alone.
-
-    Each of several processes writes its rows of split tensors; all else is the first one's.
     """
     run, step, keep = Path(run), check_count(step, "step", 0, MAX_STEP), check_count(keep, "keep", 2)
 
@@ -133,16 +131,14 @@ def begun(run: Path, step: int, size: int) -> Iterator[Path]:
     with lock(run / ".lock"):
         _tidy(run)
         if (free := shutil.disk_usage(run).free) < (need := size + 2**20):
-            sizes = f"{free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
-            remedy = "free some space or choose another; earlier checkpoints are intact"
-            raise DepthgateError(f"{run} has {sizes}: {remedy}")
+            what = f"{run} has {free / 2**20:.1f} MiB free, and a checkpoint needs {need / 2**20:.1f}"
+            raise DepthgateError(f"{what}: free some space or choose another; earlier checkpoints are intact")
         temp = run / f".tmp-step-{step}-{secrets.token_hex(8)}"
         try:
             os.mkdir(temp)
             yield temp
-        except BaseException:
-            _discard(temp)
-            raise
+        finally:
+            _discard(temp)  # nothing, once it has its name
 
 
 def seal(paths: Iterable[Path]) -> Records:
@@ -226,10 +222,9 @@ def _opened(path: Path, record: Plain | None = None, hashed: bool = False) -> It
                 raise damaged(path, f"has {found.st_size} bytes where the manifest says {record['size']}")
             if path.suffix == ".json" and found.st_size > MAX_JSON:
                 raise damaged(path, f"has {found.st_size} bytes, more than the {MAX_JSON} allowed")
-            if record is not None and hashed:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                    raise damaged(path, "is not what was saved (its SHA-256 differs)")
-                file.seek(0)
+            if record is not None and hashed and hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+                raise damaged(path, "is not what was saved (its SHA-256 differs)")
+            file.seek(0)
             yield file
     except OSError as error:
         raise damaged(path, f"cannot be opened ({error.strerror})") from None

@@ -37,7 +37,6 @@ def damaged(path: Path, what: str) -> DepthgateError:
 
 
 def from_json(text: str | bytes, path: Path) -> dict[str, Any]:
-    """Decode a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -151,7 +150,7 @@ class Piece(NamedTuple):
     file: Any
     name: str
     first: int  # the number of its first row in the whole tensor
-    rows: int
+    rows: int  # 1 of a tensor without dimensions
     whole: list[int]
     dtype: str
 
@@ -170,20 +169,17 @@ def index(files: Mapping[Path, Any]) -> dict[str, list[Piece]]:
             held = file.get_slice(owner := aliases.get(name, name))
             dtype, shape = held.get_dtype(), held.get_shape()
             first, whole = _place(name, shape, places.get(name), path) if in_pieces else (0, shape)
-            found.setdefault(name, []).append(Piece(path, file, owner, first, _rows(shape), whole, dtype))
+            rows = shape[0] if shape else 1
+            found.setdefault(name, []).append(Piece(path, file, owner, first, rows, whole, dtype))
     for name, pieces in found.items():
         pieces.sort(key=lambda piece: (piece.first, piece.rows))
         whole, dtype = pieces[0].whole, pieces[0].dtype
         ends = list(accumulate((piece.rows for piece in pieces), initial=0))
         follow = all(piece.first == end or not piece.rows for piece, end in zip(pieces, ends, strict=False))
-        if not follow or ends[-1] != _rows(whole) or any((p.whole, p.dtype) != (whole, dtype) for p in pieces):
+        complete = ends[-1] == (whole[0] if whole else 1)
+        if not follow or not complete or any((p.whole, p.dtype) != (whole, dtype) for p in pieces):
             raise damaged(pieces[-1].path, f"and those next to it do not make up the tensor {name[:99]!r}")
     return found
-
-
-def _rows(shape: list[int]) -> int:
-    """The number of rows; a tensor without dimensions is one row."""
-    return shape[0] if shape else 1
 
 
 def _place(name: str, shape: list[int], claim: Any, path: Path) -> tuple[int, list[int]]:
@@ -197,7 +193,7 @@ def _place(name: str, shape: list[int], claim: Any, path: Path) -> tuple[int, li
 
 def read(name: str, pieces: list[Piece], first: int = 0, rows: int | None = None) -> Tensor:
     """A copy of some rows of a tensor, or of all, on the CPU."""
-    stop = first + (_rows(pieces[0].whole) if rows is None else rows)
+    stop = first + (sum(piece.rows for piece in pieces) if rows is None else rows)
     wanted = [p for p in pieces if max(first, p.first) < min(stop, p.first + p.rows)] or pieces[:1]
     parts = []
     for piece in wanted:
@@ -218,13 +214,12 @@ def read_all(tensors: Mapping[str, list[Piece]], world: World, held: Mapping[str
     for name, pieces in tensors.items():
         like: Any = held.get(name, held.get(name.rpartition(":")[0]))
         owner = tuple((piece.path, piece.name) for piece in pieces)
-        if owner in tied:
-            found[name] = tied[owner]
-        elif hasattr(like, "to_local") and list(like.shape) == pieces[0].whole:
+        split = hasattr(like, "to_local") and list(like.shape) == pieces[0].whole
+        if owner not in tied and split:
             rows = read(name, pieces, *_rows_of(name, like, world)).to(like.device)
             shape = {"shape": like.shape, "stride": like.stride()}
-            found[name] = type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
-        else:
-            found[name] = read(name, pieces)
-        tied[owner] = found[name]
+            tied[owner] = type(like).from_local(rows, like.device_mesh, like.placements, run_check=False, **shape)
+        elif owner not in tied:
+            tied[owner] = read(name, pieces)
+        found[name] = tied[owner]
     return found

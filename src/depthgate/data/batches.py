@@ -86,7 +86,6 @@ class Packed:
         return self._length
 
     def fingerprint(self) -> str:
-        """A hash of what the rows are made of."""
         return self.documents.fingerprint()
 
     @property

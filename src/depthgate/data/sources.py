@@ -119,10 +119,8 @@ def _folder_files(root: Path, data: str) -> list[Path]:
 
 def _suffixes(path: Path) -> tuple[str, str]:
     """Suffix of what is inside, and of the packing or nothing."""
-    name, outer = path.name.lower(), path.suffix.lower()
-    if outer in PACKED:
-        return Path(name.removesuffix(outer)).suffix, outer
-    return outer, ""
+    outer = path.suffix.lower()
+    return (Path(path.stem).suffix.lower(), outer) if outer in PACKED else (outer, "")
 
 
 @contextmanager

@@ -69,16 +69,18 @@ class TextTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids; what is not UTF-8 becomes U+FFFD, ends become nothing."""
-        if self.token_bytes:
-            return self.decode_bytes(ids).decode(errors="replace")
-        return str(self.inner.decode(list(_checked(ids, self.vocab)), skip_special_tokens=True))
+        return self.decode_bytes(ids).decode(errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         """The bytes of ids. For byte-level tokenizers those of a list are those of its parts, joined: a stream may be
         decoded part by part through `codecs.getincrementaldecoder("utf-8")`."""
+        ids = list(ids)
+        for i in ids:
+            if not 0 <= i < self.vocab:
+                raise DepthgateError(f"token id {i} is outside the tokenizer's vocabulary of {self.vocab}")
         if self.token_bytes:
-            return b"".join(self.token_bytes[i] for i in _checked(ids, self.vocab))
-        return self.decode(ids).encode()
+            return b"".join(self.token_bytes[i] for i in ids)
+        return self.inner.decode(ids, skip_special_tokens=True).encode()
 
     def token_text(self, token: int) -> str:
         """Text of one token, to be joined with those of others: bytes that are a part of a character are surrogates."""
@@ -251,10 +253,3 @@ def _first(texts: Iterable[str], limit: int) -> Iterator[str]:
         limit -= len(text)
         if limit <= 0:
             return
-
-
-def _checked(ids: Iterable[int], vocab: int) -> Iterator[int]:
-    for i in ids:
-        if not 0 <= i < vocab:
-            raise DepthgateError(f"token id {i} is outside the tokenizer's vocabulary of {vocab}")
-        yield i
