@@ -116,10 +116,11 @@ def test_a_study_names_its_remedy_and_routers_that_take_nobody():
         ]
         return [Curve(rows)]
 
-    again = "To mend what is missing, give the same command again with --extend {}; finished cells are kept."
-    assert advice(curves([3.0, 2.0]), []) == [again.format("--sizes 3 --seeds_at_minimum 3")]
-    assert advice(curves([3.0, 2.5, 2.0]), []) == [again.format("--more_sizes 2 --seeds_at_minimum 3")]
-    assert advice(curves([3.0, 2.0, 3.1]), []) == [again.format("--seeds_at_minimum 3")]
+    again = "To mend what is missing, give the same command again with `--extend` {}; finished cells are kept."
+    assert advice(curves([3.0, 2.0]), []) == [again.format("`--sizes 3` `--seeds_at_minimum 3`")]
+    assert advice(curves([3.0, 2.5, 2.0]), []) == [again.format("`--more_sizes 2` `--seeds_at_minimum 3`")]
+    assert advice(curves([3.0, 2.5, 2.0]), [], 2, 3) == [again.format("`--more_sizes 4` `--seeds_at_minimum 4`")]
+    assert advice(curves([3.0, 2.0, 3.1]), []) == [again.format("`--seeds_at_minimum 3`")]
     fine = curves([3.0, 2.0, 3.1], seeds=3, shift=0.001)
     assert advice(fine, []) == []
     rows = [{"variant": "mod", "routed_share": share} for share in ([0.0, 0.0], [0.0, 0.1], [0.0, 0.0])]

@@ -11,7 +11,7 @@ from depthgate.view.runs import read_runs, runs_page, write_report
 from tests.train.tiny import rows
 from tests.view.pages import a_run, view
 
-LIVE = '<meta http-equiv="refresh" content="15">'
+LIVE = 'id="pause"'
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,11 @@ def test_the_report_of_a_run_reloads_itself_while_the_run_is_live(browser, run, 
     write_report(folder, live=True)
     browser.open(report)
     assert "4 of 12" in browser.text("main .wide")
-    assert "The run is going on, and this page reloads itself." in browser.text("main")
+    assert "The run is going on, and this page reloads itself every 15 seconds." in browser.text("main")
     assert re.search(r"Written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", browser.text("main"))
-    report.write_text(report.read_text().replace(LIVE, LIVE.replace("15", "2")))  # sooner, for the test
+    report.write_text(report.read_text().replace("}, 15000);", "}, 2000);"))  # sooner, for the test
     browser.open(report)
+    browser.js("document.getElementById('log-y').checked = true")
     (folder / "metrics.jsonl").write_text("".join(lines))
     write_report(folder, live=False)
     assert LIVE not in report.read_text()
@@ -147,5 +148,6 @@ def test_the_report_of_a_run_reloads_itself_while_the_run_is_live(browser, run, 
     while "12 of 12" not in browser.text("main .wide"):  # loaded again before the report was written
         browser.wait_for_load()
     assert "The run has ended." in browser.text("main")
+    assert browser.js("JSON.parse(sessionStorage.getItem('chosen'))['log-y']")  # a page that reloads takes it up
     assert {path.name for path in folder.iterdir()} == {"config.json", "metrics.jsonl", "report.html"}
     assert browser.errors == []

@@ -87,7 +87,9 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
     source = isolated(short(config.text)) if config.text else "the prompt" if config.prompt else "held-out text"
     size = {"tokens": count(len(found.tokens), "token"), "layers": count(found.depth, "layer")}
     routed, do = (len(found.experts), "have experts") if found.experts else (len(found.layers), "are routed")
-    about = [fill("about_text", name=name, source=source, window=model.context, routed=routed, do=do, **size)]
+    decides = " A router decides from the token alone (the causal choice), as in generation." if routed else ""
+    texts = {"name": name, "source": source, "window": model.context, "do": do, "decides": decides}
+    about = [fill("about_text", routed=routed, **texts, **size)]
     if replaced:
         what = "1 byte of the file is" if replaced == 1 else f"{replaced:,} bytes of the file are"
         about.append(note(f"{what} not UTF-8: � stands for each."))

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -133,7 +134,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
     ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
-    sentences = compared(rows) if one_size else [*verdict, *advice(curves, rows)]
+    more, seeds = study.config.more_sizes, study.config.seeds_at_minimum or study.config.seeds
+    sentences = compared(rows) if one_size else [verdict[0], *advice(curves, rows, more, seeds), *verdict[1:]]
     label, columns, about = _LOSS, _CELL, "study_cells"
     if study.config.images:
         label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
@@ -142,7 +144,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    said = pages.join([pages.paragraph(sentence) for sentence in sentences])
+    marked = [re.sub("`(.+?)`", r"<code>\1</code>", pages.html(sentence)) for sentence in sentences]
+    said = pages.join([pages.paragraph(Html(sentence)) for sentence in marked])
     table = _table(rows, columns, turned=one_size)
     cells, trained = pages.table(*table, pages.fill(about)), _trained(study)
     sections: dict[str, object] = {"": pages.join([Html(f'<div class="verdict">{said}</div>'), lead or ""])}
@@ -230,12 +233,14 @@ def resolution(check: Verdict) -> str:
     return f"{said}: the study tells differences from about {(high - low) / 2:.2%} on."
 
 
-def advice(curves: Sequence[Curve], rows: Sequence[Row]) -> list[str]:
-    """What to do about minima that are not bracketed and missing intervals, and which cells' routers take no token."""
+def advice(curves: Sequence[Curve], rows: Sequence[Row], more_sizes: int = 0, seeds: int = 1) -> list[str]:
+    """What to do about minima that are not bracketed and missing intervals, and which cells' routers take no token, in
+    a study with so many more sizes and seeds at minima."""
     short = any(len(curve.costs) < 3 for curve in curves)
-    options = ["--sizes 3"] * short + ["--more_sizes 2"] * (not short and not all(curve.bracketed for curve in curves))
-    options += ["--seeds_at_minimum 3"] * any(curve.no_interval for curve in curves)
-    again = f"give the same command again with --extend {' '.join(options)}; finished cells are kept."
+    closed = all(curve.bracketed for curve in curves)
+    options = ["`--sizes 3`"] * short + [f"`--more_sizes {more_sizes + 2}`"] * (not short and not closed)
+    options += [f"`--seeds_at_minimum {max(3, seeds + 1)}`"] * any(curve.no_interval for curve in curves)
+    again = f"give the same command again with `--extend` {' '.join(options)}; finished cells are kept."
     found = Counter(row["variant"] for row in rows if row["routed_share"] and max(row["routed_share"]) < 0.001)
     what = "the causal rule routes nobody: a model of the other layers alone, whose loss says nothing of routing"
     said = [f"In {pages.count(many, 'cell')} of {variant} {what}." for variant, many in found.items()]

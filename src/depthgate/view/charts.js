@@ -102,6 +102,8 @@
       const xs = u.data[0];
       if (low == null || !xs.length) return chart.logX ? [1, 10] : [0, 1];
       if (low > xs[0] || high < xs[xs.length - 1]) return [low, high];
+      const ends = [...(chart.span ?? []), ...chart.series.flatMap(({ points }) => points.flatMap(([, , wide]) => wide ?? []))];
+      [low, high] = [Math.min(low, ...ends.filter((end) => !chart.logX || end > 0)), Math.max(high, ...ends)];
       if (chart.logX) return [low / 1.12, high * 1.12];
       const step = chart.series[0].kind === "bar" ? (high - low) / Math.max(1, xs.length - 1) || 1 : 0;
       const room = step ? 0.6 * step : low === high ? 0.5 : 0.01 * (high - low);
@@ -114,7 +116,7 @@
     return (u, low, high) => {
       if (low == null) return [0, 1];
       const xs = u.data[0], first = xs[0], last = xs[xs.length - 1], [i0, i1] = u.series[0].idxs ?? [0, xs.length - 1];
-      if (chart.axis === "loss" && !wish("first-steps")?.checked && i0 === 0 && i1 === xs.length - 1 && xs.length > 60) {
+      if (chart.axis === "loss" && !chart.logX && !wish("first-steps")?.checked && i0 === 0 && i1 === xs.length - 1 && xs.length > 60) {
         const late = xs.flatMap((x, i) => x < first + 0.05 * (last - first) ? [] : u.data.slice(1).map((ys) => ys[i])).filter((y) => y != null);
         if (late.length) high = Math.max(...late);
       }
@@ -183,7 +185,7 @@
       some.forEach((score) => found[Math.min(23, Math.floor((score - low) / wide))]++);
       return found.map((many, i) => [low + (i + 0.5) * wide, many]);
     };
-    const bars = [["tokens", "dense", -0.3, all], ["computed", "mod", 0, known.filter(([, on]) => on).map(([score]) => score)]];
+    const bars = [["tokens", "quiet", -0.3, all], ["computed", "mod", 0, known.filter(([, on]) => on).map(([score]) => score)]];
     const series = bars.map(([name, colour, shade, some]) => ({ kind: "bar", name, colour, shade, dash: 0, points: all.length ? counts(some) : [] }));
     return { x: "router score", y: "tokens", names: [], axis: "from_zero", at: data.lowest[layer], series };
   }
@@ -194,15 +196,22 @@
     const keep = Number(wish("smooth")?.value ?? 0);
     chart.logX = chart.axis === "log_x";
     if (wish("log-x")?.checked) chart.logX = chart.series.every(({ points }) => points.every(([x]) => x > 0));
-    if (keep) for (const each of chart.series) if (each.kind === "line") each.points = smooth(each.points, keep);
+    if (keep && chart.smooth) for (const each of chart.series) if (each.kind === "line") each.points = smooth(each.points, keep);
     place.chart?.destroy();
+    place.querySelector(".tools")?.remove();
     place.chart = new uPlot(options(chart, place.clientWidth), aligned(chart.series), place);
     const u = place.chart, legend = place.querySelector(".u-legend");
     legend.setAttribute("role", "status");
     legend.setAttribute("aria-live", "polite");
-    legend.classList.toggle("only", chart.series.length === 1);  // one series needs no name: the axis has it
+    legend.classList.toggle("only", chart.series.length === 1 && !chart.named);  // one series needs no name: the axis has it
     legend.querySelectorAll(".u-series").forEach((row, n) => {
       if (!n) return;
+      const name = row.querySelector("th");  // a click on it hides the line
+      Object.assign(name, { tabIndex: 0, role: "button", ariaPressed: "true" });
+      name.addEventListener("click", () => { name.ariaPressed = String(u.series[n].show); });
+      name.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); name.click(); }
+      });
       const dash = u.series[n].dash ?? [], ends = dash.reduce(([...at], size) => [...at, at.at(-1) + size], [0]), marker = row.querySelector(".u-marker");
       row.classList.add(ring(chart.series[n - 1].points) ? "minimum" : chart.series[n - 1].kind);
       if (dash.length && marker) {  // the dashes of the line itself
@@ -210,6 +219,16 @@
         Object.assign(marker.style, { borderColor: "transparent", background: `repeating-linear-gradient(90deg, ${parts}) border-box` });
       }
     });
+    if (matchMedia("(pointer: coarse)").matches) {  // fingers have no other way to zoom
+      const tools = document.createElement("p");
+      tools.className = "tools";
+      for (const [text, factor] of [["Zoom in", 0.5], ["Zoom out", 2], ["All", Infinity]]) {
+        const button = tools.appendChild(document.createElement("button"));
+        button.textContent = text;
+        button.addEventListener("click", () => zoom(u, factor));
+      }
+      place.append(tools);
+    }
     for (const kind of ["pointerdown", "pointermove"]) u.over.addEventListener(kind, ({ pointerType, offsetX, offsetY }) => {
       if (pointerType !== "mouse") u.setCursor({ left: offsetX, top: offsetY });
     });
@@ -246,4 +265,5 @@
   places.forEach((place) => watch.observe(place));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   for (const id of ["smooth", "log-x", "log-y", "first-steps"]) wish(id)?.addEventListener("input", redraw);
+  wish("smooth")?.addEventListener("input", ({ target }) => { wish("smoothed").textContent = target.value; });
 })();

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from depthgate.errors import DepthgateError
-from depthgate.view.page import colour, kind_of, looks, pieces
+from depthgate.view.page import colour, kind_of, looks, pieces, short
 from depthgate.view.routes import Decisions, ExpertLayer, Image, SlotLayer
 from depthgate.view.runs import Run, charts
 
@@ -21,6 +21,7 @@ _CELLS = {
 }
 _CELLS |= {_PALE: "computed causally, top k not known"}
 _NAMED = 48  # tokens that have room for their names
+_DASHES: Sequence[Any] = ("-", "--", ":", "-.")  # lines differ in more than colour
 _LINE = 512  # tokens of a line of the map: each has more than one pixel
 
 
@@ -125,8 +126,12 @@ def _draw_image(axes: Any, tokens: Sequence[Any], image: Image, **how: Any) -> A
     ends = (-0.5, across - 0.5, down - 0.5, -0.5)
     if image.pixels is not None:
         axes.imshow(image.pixels.tolist(), extent=ends)
-        how |= {"alpha": 0.6}
     return axes.imshow([tokens[i : i + across] for i in range(0, len(tokens), across)], extent=ends, **how)
+
+
+def _veil(share: float) -> tuple[float, ...]:
+    """What lies over a patch of an image: nothing where its share of the greatest weight is 1, grey where it is 0."""
+    return (0.5, 0.5, 0.5, 0.92 * (1 - min(1.0, max(0.0, share))) if math.isfinite(share) else 1.0)
 
 
 def _draw_patches(found: Decisions, image: Image, part: Any) -> None:
@@ -136,17 +141,24 @@ def _draw_patches(found: Decisions, image: Image, part: Any) -> None:
     for place, layer in enumerate(found.layers):
         axes, both = part.add_subplot(-(-len(found.layers) // across), across, place + 1), halves[2 * place :][:2]
         starts = range(prefix, len(found.tokens), wide)
-        _draw_image(axes, [cell for i in starts for half in both for cell in _rgb(half[i : i + wide])], image)
+        cells = [cell for i in starts for half in both for cell in half[i : i + wide]]
+        if image.pixels is None:
+            _draw_image(axes, _rgb(cells), image)
+        else:
+            _draw_image(axes, [_veil(cell != _SKIPPED) for cell in cells], image)
         axes.set(xticks=[], yticks=[])
         before = f", prefix {sum(layer.routed[:prefix])} of {prefix}" if prefix else ""
         axes.set_title(f"layer {layer.name}: {layer.routed_share:.0%}{before}", fontsize=8, parse_math=False)
-    _draw_key(found, part)
+    if image.pixels is None:
+        _draw_key(found, part)
+    else:
+        part.supxlabel("grey: skipped", fontsize=8)
 
 
 def _draw_load(layer: ExpertLayer, part: Any) -> None:
-    axes = part.add_subplot(ylabel="share of choices")
+    axes = part.add_subplot(xlabel="expert", ylabel="share of choices")
     axes.set_title(f"layer {layer.name}: load of the experts", parse_math=False)
-    axes.bar(layer.bars.keys(), layer.bars.values(), color=colour("moe"))
+    axes.bar(layer.bars.keys(), layer.bars.values(), color=colour(layer.kind))
     axes.axhline(1 / (layer.experts + layer.null_experts), color=colour("text"), linestyle="--", linewidth=1)
 
 
@@ -163,9 +175,16 @@ def _draw_slots(layer: SlotLayer, image: Image, part: Any) -> None:
     for number, row in enumerate(layer.into):
         axes = part.add_subplot(-(-len(layer.into) // 8), min(8, len(layer.into)), number + 1)
         axes.set_axis_off()
-        drawn = _draw_image(axes, row[image.prefix :], image, cmap="magma", vmin=0, vmax=high)
+        weights = row[image.prefix :]
+        if image.pixels is None:
+            drawn = _draw_image(axes, weights, image, cmap="magma", vmin=0, vmax=high)
+        else:
+            _draw_image(axes, [_veil(weight / (high or 1)) for weight in weights], image)
         axes.set_title(f"expert {number // layer.slots}, slot {number % layer.slots}", fontsize=7)
-    part.colorbar(drawn, ax=part.axes, shrink=0.8).set_label(f"weight (even: {layer.even:.3g})", fontsize=8)
+    if image.pixels is None:
+        part.colorbar(drawn, ax=part.axes, shrink=0.8).set_label(f"weight (even: {layer.even:.3g})", fontsize=8)
+    else:
+        part.supxlabel(f"grey: weight 0, clear: {high:.3g} (even: {layer.even:.3g})", fontsize=8)
 
 
 def runs_figure(runs: Sequence[Run], title: str = "") -> Any:
@@ -178,10 +197,15 @@ def runs_figure(runs: Sequence[Run], title: str = "") -> Any:
     for place, chart in enumerate(drawn, 1):
         axes = figure.add_subplot(-(-len(drawn) // 2), 2, place)
         colours = [colour(*look) for look in looks(chart["kinds"])]
-        for style, lines in (("-", chart["series"]), ("D", chart.get("marks", {}))):
-            for of, points in zip(colours, lines.values(), strict=False):
-                if points:  # a run without them keeps its colour from others
-                    axes.plot(*zip(*points, strict=True), style, color=of, linewidth=1.4, markersize=5)
+        for number, (of, points) in enumerate(zip(colours, chart["series"].values(), strict=False)):
+            if points:  # a run without them keeps its colour from others
+                axes.plot(*zip(*points, strict=True), _DASHES[number % 4], color=of, linewidth=1.4)
+        if chart["axis"] == "loss":  # the first steps are far above all others
+            late = [y for points in chart["series"].values() for _, y in points[len(points) // 20 :] if y == y]
+            axes.set_ylim(top=1.03 * max(late) if late else None)
+        for of, points in zip(colours, chart.get("marks", {}).values(), strict=False):
+            if points:
+                axes.plot(*zip(*points, strict=True), "D", color=of, markersize=5)
         axes.set(title=chart["title"], xlabel=chart["x"], ylabel=chart["y"])
         axes.grid(alpha=0.3)
         if chart["axis"] == "from_zero":  # to above the highest: no line lies on the border
@@ -190,7 +214,8 @@ def runs_figure(runs: Sequence[Run], title: str = "") -> Any:
             names = dict(zip(chart["series"], axes.lines, strict=True))
             _legend(axes, names, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3)
     colours = [colour(*look) for look in looks([run.kind for run in runs])]
-    keys = {run.name: Line2D([], [], color=of) for run, of in zip(runs, colours, strict=True)}
+    lines = [Line2D([], [], color=of, linestyle=_DASHES[n % 4]) for n, of in enumerate(colours)]
+    keys: dict[str, Any] = {short(run.name, 40): line for run, line in zip(runs, lines, strict=True)}
     if any(loss["marks"].values()):
         keys["resumed"] = Line2D([], [], color="gray", marker="D", linestyle="none")
     _legend(figure, keys, loc="outside lower center", ncols=min(4, max(1, 100 // max(map(len, keys)))))

@@ -11,9 +11,9 @@
   const names = data.layers.map((name) => { let text = String(name); while (wide(text) > 130) text = "…" + text.slice(2); return text; });
   // Where nearly all tokens are single characters these stand upright above their columns, words from below to above.
   const letters = data.tokens.filter((_, t) => [...head(t)].length > 1).length < 0.1 * T;
-  const LEFT = Math.ceil(Math.max(...names.map(wide))) + 16, TOP = letters ? 22 : 76, ROW = Math.max(18, Math.min(40, Math.floor(288 / L)));
+  const LEFT = Math.ceil(Math.max(...names.map(wide))) + 16, TOP = letters ? 22 : 76, ROW = Math.max(18, Math.min(64, Math.floor(288 / L)));
   const LEAST = letters ? 5.4 : 11;  // pixels of a column that can be named
-  let from = 0, to = 0, at = { t: 0, l: 0 }, pinned = false, base = null, waiting = false, drag = null;
+  let from = 0, to = 0, at = { t: -1, l: 0 }, pinned = false, base = null, waiting = false, drag = null;
   Object.assign(canvas.dataset, { left: LEFT, top: TOP, row: ROW });
 
   const number = (packed) => packed === null ? "not a number" : packed / 10000;
@@ -169,7 +169,8 @@
     return true;
   }
 
-  function zoom(factor, centre) {
+  // About the cell that is looked at, if it is in view.
+  function zoom(factor, centre = at.t >= from && at.t < to ? at.t : (from + to) / 2) {
     const span = Math.max(Math.min(8, T), Math.min(T, Math.round((to - from) * factor)));
     return view(centre - (centre - from) / Math.max(1, to - from) * span, span);
   }
@@ -203,13 +204,14 @@
   canvas.addEventListener("pointercancel", () => { drag = null; });
   canvas.addEventListener("wheel", (event) => {
     const found = place(event), { deltaX, deltaY, shiftKey } = event;
-    if (!found || event.ctrlKey) return;  // with ctrl the whole page is zoomed
     const along = shiftKey || Math.abs(deltaX) > Math.abs(deltaY), far = (along && deltaX) || deltaY;
+    // With ctrl the whole page is zoomed; and it scrolls over a map that was not clicked on.
+    if (!found || event.ctrlKey || !(along || document.activeElement === canvas)) return;
     const moved = along ? view(from + Math.sign(far) * Math.max(1, Math.abs(far) / step()), to - from)
       : zoom(far > 0 ? 1.25 : 0.8, found.t);
     if (moved) event.preventDefault();
   }, { passive: false });
-  canvas.addEventListener("focus", tell);
+  canvas.addEventListener("focus", () => { if (at.t < 0) at.t = from; tell(); });
   canvas.addEventListener("keydown", (event) => {
     const { key } = event, move = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
     const page = { PageUp: -1, PageDown: 1 }[key];
@@ -217,8 +219,8 @@
     else if (page) show(Math.max(0, Math.min(T - 1, at.t + page * (to - from))));
     else if (key === "Home") show(0);
     else if (key === "End") show(T - 1);
-    else if (key === "+" || key === "=") zoom(0.5, at.t);
-    else if (key === "-") zoom(2, at.t);
+    else if (key === "+" || key === "=") zoom(0.5);
+    else if (key === "-") zoom(2);
     else return;
     event.preventDefault();
   });
@@ -228,8 +230,8 @@
     const box = strip.getBoundingClientRect(), t = (event.clientX - box.left - LEFT) / (box.width - LEFT) * T;
     view(t - (to - from) / 2, to - from);
   });
-  document.getElementById("closer").addEventListener("click", () => zoom(0.5, at.t));
-  document.getElementById("wider").addEventListener("click", () => zoom(2, at.t));
+  document.getElementById("closer").addEventListener("click", () => zoom(0.5));
+  document.getElementById("wider").addEventListener("click", () => zoom(2));
   document.getElementById("whole").addEventListener("click", () => view(0, T));
   document.addEventListener("click", (event) => {
     const span = event.target.closest("pre [data-t]");

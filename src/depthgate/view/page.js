@@ -10,6 +10,26 @@ document.querySelectorAll("table").forEach((table) => {
   });
 });
 
+// A table that does not fit becomes cards, of which the first few are shown until one asks for more.
+const ROWS = 8;
+const fits = new ResizeObserver((changes) => changes.forEach(({ target }) => {
+  const table = target.querySelector("table");
+  table.classList.remove("cards");
+  table.classList.toggle("cards", target.scrollWidth > target.clientWidth);
+}));
+document.querySelectorAll(".wide").forEach((wide) => {
+  const table = wide.querySelector("table"), rows = [...table.querySelectorAll("tbody tr")];
+  rows.forEach((row, n) => row.classList.toggle("more", n >= ROWS));
+  if (rows.length > ROWS) {
+    const rest = document.createElement("button");
+    rest.className = "rest";
+    rest.textContent = `Show all ${rows.length} rows`;
+    rest.addEventListener("click", () => table.classList.add("all"));
+    wide.after(rest);
+  }
+  fits.observe(wide);
+});
+
 // Of the token that is pointed at, tapped, or come to by the arrow keys it says what the page knows of it.
 document.querySelectorAll(".text").forEach((part) => {
   const pre = part.querySelector("pre"), said = part.querySelector(".said"), tokens = [...pre.querySelectorAll("[data-t]")];

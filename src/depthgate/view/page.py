@@ -59,15 +59,15 @@ def row(parts: Sequence[object]) -> Html:
 
 def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html:
     """A whole document from heading -> body, in order. A body under the heading "" stands straight below the title. A
-    `live` page reloads itself."""
+    `live` page, which has a button to stop that, reloads itself."""
     body = join([fill("section", heading=heading, content=content) for heading, content in sections.items()])
-    style, charts, reload = _asset("style.css"), "", fill("reload") if live else ""
+    style, charts = _asset("style.css"), ""
     if " data-chart=" in body:
         style = join([_asset("vendor/uPlot.min.css"), style])
         licence, uplot = _asset("vendor/uPlot.LICENSE"), _asset("vendor/uPlot.iife.min.js")
         charts = fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))
-    own = script("page.js", "small_maps.js")
-    return fill("page", title=title, reload=reload, style=style, body=body, script=own, charts=charts)
+    own = script("page.js", "small_maps.js", *["live.js"] * live)
+    return fill("page", title=title, style=style, body=body, script=own, charts=charts)
 
 
 @cache
@@ -98,15 +98,14 @@ def data(name: str, value: object) -> Html:
 
 
 def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: str) -> Html:
-    """A table whose first column names its rows. In a narrow window the rows of one with many columns stand below each
-    other, each cell with its heading."""
+    """A table whose first column names its rows. Where it does not fit, the rows stand below each other, and each
+    cell has its heading."""
     head = "".join(f'<th scope="col">{html(header)}</th>' for header in headers)
     lines = [
         f'<tr><th scope="row">{html(first)}</th>{"".join(f"<td>{html(cell)}</td>" for cell in rest)}</tr>'
         for first, *rest in rows
     ]
-    body, kind = Html("\n".join(lines)), "cards" * (len(headers) > 4)
-    return fill("table", head=Html(head), body=body, caption=caption, kind=kind)
+    return fill("table", head=Html(head), body=Html("\n".join(lines)), caption=caption)
 
 
 def kind_of(text: str) -> str:
@@ -129,17 +128,26 @@ def colour(name: str, shade: float = 0.0) -> str:
 
 
 def line_chart(
-    title: str, about: str, series: Lines, x: str, y: str, axis: str = "", kinds: Kinds = (), marks: Lines | None = None
+    title: str,
+    about: str,
+    series: Lines,
+    x: str,
+    y: str,
+    axis: str = "",
+    kinds: Kinds = (),
+    marks: Lines | None = None,
+    **more: Any,
 ) -> Html:
     """One line for each series, in the colours of their `kinds`. `marks` are single points: those of their first series
     in the colour of the first line, and so on, and once more from the first; with intervals (across, upright, or None)
     they are rings. A series without points is not drawn, and keeps its colour from others. A value that is not finite
-    leaves a gap. The axis may be log_x, from_zero (upright), or loss, which leaves out the first steps of runs."""
+    leaves a gap. The axis may be log_x, from_zero (upright), or loss, which leaves out the first steps of runs. More:
+    smooth (the reader may smooth its lines), named (a single line has its name, too), span (the ends of the x axis)."""
     found = looks(kinds or ["mod"] * max(1, len(series)))
     drawn = [_series("line", found[n], n, *each, axis == "log_x") for n, each in enumerate(series.items())]
     for n, each in enumerate((marks or {}).items()):
         drawn.append(_series("mark", found[n % len(found)], n, *each, axis == "log_x"))
-    return chart(title, about, x=x, y=y, axis=axis, series=[each for each in drawn if each["points"]])
+    return chart(title, about, x=x, y=y, axis=axis, series=[each for each in drawn if each["points"]], **more)
 
 
 def bar_chart(title: str, about: str, bars: Mapping[Any, float], y: str, **more: Any) -> Html:

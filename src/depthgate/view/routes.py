@@ -52,7 +52,9 @@ class RoutedLayer:
             return compress(of[row, :, 0].tolist(), kept)
 
         top_k = list(values(best.chosen))
-        self.lowest.extend([min(compress(values(best.scores), top_k))] if any(top_k) else [])
+        scores = [(score, on) for score, on in zip(values(best.scores), top_k, strict=True)]
+        best_skipped = max((score for score, on in scores if not on), default=-math.inf)  # below it, tokens were kept
+        self.lowest.extend(sorted(score for score, on in scores if on and score >= best_skipped)[:1])
         self.scores.extend(values(plan.scores))
         self.gates.extend(values(torch.zeros_like(plan.scores).scatter(1, plan.tokens.mT, plan.gates.mT)))
         self.causal.extend(values(causal))
@@ -86,6 +88,11 @@ class ExpertLayer:
     experts: int
     null_experts: int
     choices: list[list[int]] = field(default_factory=list)  # the experts of each token; none where it skips the layer
+
+    @property
+    def kind(self) -> str:
+        """The kind of layer whose colour it has: mode where tokens differ in how many experts compute them."""
+        return "moe" if len({*map(len, self.choices)}) == 1 else "mode"
 
     @property
     def used(self) -> int:

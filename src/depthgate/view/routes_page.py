@@ -25,7 +25,9 @@ def text_page(title: str, about: object, found: Decisions) -> Html:
         text["The text, by depth"] = pages.routed_text(found.tokens, found.through, len(found.layers), "routed layer")
     if len(many) > 1:
         text["The text, by experts"] = pages.routed_text(found.tokens, found.taken, max(many), "expert")
-    deep = {"Which tokens go deep": _deep(found)} if found.layers else {"Routing": pages.fill("no_routing")}
+    deep = {"Which tokens go deep": _deep(found)} if found.layers else {}
+    if not (found.layers or found.experts or found.slots):
+        deep = {"Routing": pages.fill("no_routing")}
     return pages.page(title, text | _routing(found, Image(), passes=2) | deep | _experts(found, found.tokens, Image()))
 
 
@@ -55,8 +57,13 @@ def images_page(title: str, about: object, shown: Sequence[tuple[str, Decisions,
             heading, names = "The patches that each layer computed, by their gates", [f"layer {x}" for x in found.names]
             gates = [layer.gates for layer in found.layers]
             parts.append(_small_maps(f"patches-{n}", heading, gates, image, names, None, f"-{n}"))
-        parts += _slot_maps(found.slots, image, f"-{n}")
-        sections[name] = pages.join(parts) if len(parts) > 1 else pages.fill("no_routing")
+        parts += [*_slot_maps(found.slots, image, f"-{n}"), *warnings(found)]
+        if len(parts) > 1:
+            sections[name] = pages.join(parts)
+    if len(sections) == 1:  # no layer has a map over an image
+        listed = pages.join([pages.paragraph(name) for name, _, _ in shown])
+        none = [] if shown[0][1].experts else [pages.fill("no_routing")]
+        sections["Images"] = pages.join([*none, listed])
     first, every = shown[0][1], [found for _, found, _ in shown]
     charts = []
     for place, layer in enumerate(first.slots):
@@ -194,8 +201,7 @@ def _expert_layers(layers: Sequence[ExpertLayer], tokens: Sequence[str] | None) 
         null = f"{layer.bars['null']:.1%}" if layer.null_experts else "no null experts"
         rows.append([layer.name, f"{layer.used:,}", layer.experts, *busy, null])
         even = 1 / (layer.experts + layer.null_experts)
-        kind = "moe" if len({*map(len, layer.choices)}) == 1 else "mode"  # where tokens differ in their compute
-        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even, kind))
+        charts.append(_load(layer.name, pages.fill("about_load"), layer.bars, "share of the choices", even, layer.kind))
         if tokens is not None and len(layer.choices) == len(tokens):
             forms.append(_expert_tokens(layer, tokens))
     return pages.join([pages.table(heads, rows, pages.fill("about_experts")), pages.row(charts), *forms])

@@ -190,9 +190,11 @@ def curve(run: Run, axis: str, value: str, most: int = 240) -> tuple[Points, int
     picked = slice(int(layer), int(layer) + 1) if layer else slice(None)
     rows = [row for row in run.rows if row.get("held_out_loss") is not None] if name in _HELD_OUT else run.rows
     size = max(1, -(-len(rows) // most))
-    points = []
+    points: list[tuple[float, float]] = []
     for i in range(0, len(rows), size):
         part = rows[i : i + size]
+        if points and name not in _HELD_OUT and part[0]["step"] > rows[i - 1]["step"] + 1:  # a gap
+            points.append(((rows[i - 1][axis] + part[0][axis]) / 2, math.nan))
         values = [row[name][picked] if name in _OF_LAYERS else [row.get(name)] for row in part]
         known = [y for each in values for y in each if y is not None]
         points.append((float(part[-1][axis]), fmean(known) if known else math.nan))
@@ -215,20 +217,24 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
 
     size = max(curve(run, axis, "loss")[1] for run in runs)
     means = "One point a step." if size == 1 else f"Each point is the mean of {size} steps."
+    images = any(run.asked.get("task") == "images" for run in runs)
+    loss, by = ("nats an image", "") if images else ("nats a token", "Routed by the top k, as trained. ")
     resumed = {run.name: [row for row in run.rows if row["resumed"] and row["loss"] is not None] for run in runs}
     marks = {f"{name}, resumed": [(row[axis] / scale, row["loss"]) for row in rows] for name, rows in resumed.items()}
-    about = f"Routed by the top k, as trained. {means}{' Marks: where a run was resumed.' * any(marks.values())}"
+    about = f"{by}{means}{' Marks: where a run was resumed.' * any(marks.values())}"
     found: list[dict[str, Any]] = [
-        {"title": "Training loss", "about": about, "series": lines("loss"), "y": "nats a token", "marks": marks}
+        {"title": "Training loss", "about": about, "series": lines("loss"), "y": loss, "marks": marks, "smooth": True}
     ]
     if any((held_out := lines("held_out_loss")).values()):
         about = "Of text that the run is not trained on; routers decide from the token alone, as in generation."
-        found.append({"title": "Held-out loss", "about": about, "series": held_out, "y": "nats a token"})
+        about = "Of images that the run is not trained on." if images else about
+        found.append({"title": "Held-out loss", "about": about, "series": held_out, "y": loss})
     if any(run.summary["held_out_accuracy"] is not None for run in runs):
         about, right = "Of images that the run is not trained on.", lines("held_out_accuracy")
         found.append({"title": "Held-out accuracy", "about": about, "series": right, "y": "share that is right"})
-    if any(run.layers for run in runs):
-        causal = any(run.summary["causal_share"] for run in runs)
+    causal = any(run.summary["causal_share"] for run in runs)
+    trained = [share for run in runs for row in run.rows for share in row["routed_share"]]
+    if causal or (trained and max(trained) > min(trained) + 0.01):  # and not the line that the capacity is
         value = "causal_share" if causal else "routed_share"
         which, share = "a routed layer, the mean of all of them", lines(value)
         share |= {run.name: [] for run in runs if not run.layers}
@@ -242,10 +248,11 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
         title = "Causal share" if causal else "Routed share"
         found.append({"title": title, "about": about, "series": share, "y": "share of tokens"})
     about, speeds = f"Of training steps alone: no checkpoints, no start. {means}", lines("tokens_per_second")
-    found.append({"title": "Throughput", "about": about, "series": speeds, "y": "tokens a second"})
-    kinds = [run.kind for run in runs]
+    found.append({"title": "Throughput", "about": about, "series": speeds, "y": "tokens a second", "smooth": True})
+    kinds, places = [run.kind for run in runs], [row[axis] / scale for run in runs for row in run.rows]
     for chart in found:
-        chart |= {"x": x, "axis": "loss" if "loss" in chart["title"] else "from_zero"}
+        chart |= {"x": x, "axis": "loss" if "loss" in chart["title"] else "from_zero", "named": len(runs) > 1}
+        chart["span"] = [min(places), max(places)] if places else None
         chart["kinds"] = kinds if len(chart["series"]) == len(runs) else kinds * len(chart["series"])
     return found
 
@@ -263,6 +270,8 @@ def runs_page(runs: Sequence[Run], about: object = "", live: bool = False, title
     # The style shows the charts of the axis that is asked for.
     drawn = {axis: [pages.line_chart(**chart) for chart in charts(runs, axis)] for axis in AXES}
     by_axis = [Html(f'<div class="by" data-axis="{axis}">{pages.row(each)}</div>') for axis, each in drawn.items()]
+    if any(run.rows for run in runs) and not any(run.summary["held_out_loss"] for run in runs):
+        notes.append(pages.paragraph("Held-out losses are measured about ten times in a run, and not in one so short."))
     top = pages.join([about, *notes, pages.fill("axes")])
     sections = {"": top, "How they went": pages.join(by_axis), "Where they stand": _table(runs)}
     return pages.page(title or f"depthgate view: {', '.join(isolated(run.name) for run in runs)}", sections, live)

@@ -9,7 +9,7 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
   const times = data.even ? `, ${Number((most / data.even).toPrecision(3))} times an even share` : "";
   document.getElementById(canvas.dataset.from + "-most").textContent = most + times;
   const LABEL = 16, GAP = 10, flat = rows === 1, low = image ? 1 : 0;
-  let at = { slot: low, cell: 0 }, across = 1, cell = 8, high = 8, base = null;
+  let at = { slot: low, cell: -1 }, across = 1, cell = 8, high = 8, base = null, ratio = 1;
 
   const shade = (share) => {  // dark violet to light yellow, even steps of lightness
     const stops = [[13, 8, 35], [87, 21, 110], [188, 55, 84], [249, 142, 9], [252, 255, 164]];
@@ -36,8 +36,8 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     cell = flat ? wide / columns : Math.min(24, (wide - GAP * (across - 1)) / across / columns);
     if (image) cell = Math.floor(cell) || 1;  // no seams between what lies over it
     high = flat ? 16 : cell;
-    const ratio = window.devicePixelRatio || 1;
     const tall = Math.ceil(into.length / across) * (rows * high + LABEL + GAP);
+    ratio = Math.min(window.devicePixelRatio || 1, Math.sqrt(16e6 / (wide * tall || 1)));  // larger ones some browsers do not draw
     canvas.style.height = tall + "px";
     [base] = [document.createElement("canvas")];
     for (const each of [canvas, base]) { each.width = Math.round(wide * ratio); each.height = Math.round(tall * ratio); }
@@ -61,14 +61,14 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
   }
 
   function draw() {
-    const g = canvas.getContext("2d"), ratio = window.devicePixelRatio || 1, [x, y] = place(at.slot);
+    const g = canvas.getContext("2d"), [x, y] = place(at.slot);
     if (!base.width) return;  // hidden: it will be painted when it has a size
     g.setTransform(1, 0, 0, 1, 0, 0);
     g.clearRect(0, 0, canvas.width, canvas.height);
     g.drawImage(base, 0, 0);
     g.setTransform(ratio, 0, 0, ratio, 0, 0);
     g.lineWidth = 2;
-    for (const [colour, out] of [["#000", 1], ["#fff", 0]]) {  // seen on light and on dark
+    if (at.cell >= 0) for (const [colour, out] of [["#000", 1], ["#fff", 0]]) {  // seen on light and on dark
       g.strokeStyle = colour;
       g.strokeRect(x + (at.cell % columns) * cell - out, y + LABEL + Math.floor(at.cell / columns) * high - out, Math.max(3, cell) + 2 * out, high + 2 * out);
     }
@@ -101,7 +101,7 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     event.preventDefault();
     tell();
   });
-  canvas.addEventListener("focus", tell);
+  canvas.addEventListener("focus", () => { at.cell = Math.max(0, at.cell); tell(); });
   window.addEventListener("resize", layout);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", layout);
   layout();
