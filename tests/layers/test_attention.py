@@ -155,3 +155,17 @@ def test_shifted_keys_of_packed_documents_with_a_promise_and_without():
     real = pos >= 0
     close(layer(x, pos, doc, max_documents=2)[real], layer(x, pos, doc)[real])
     close(layer(x, pos, doc)[0, 4:], layer(x[:1, 4:])[0])
+
+
+def test_rope_is_its_equation_to_the_bit() -> None:
+    """The form of a CPU, and its gradient, against the equation, pair by pair."""
+    x, grad = (torch.randn(2, 5, 3, 8) for _ in range(2))
+    cos, sin = rotation(torch.arange(5).expand(2, 5), 4, 100.0, x.dtype)
+    mine, twin = x.clone().requires_grad_(), x.clone().requires_grad_()
+    a, b = twin.chunk(2, -1)
+    expected = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    found = turn(mine, cos, sin)
+    found.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(found, expected)
+    assert torch.equal(mine.grad, twin.grad)

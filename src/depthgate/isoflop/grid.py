@@ -155,7 +155,12 @@ class Grid:
         config, cuda = self.config, self.device == "cuda"
         options = next(each.training for each in config.variant_list if each.name == variant)
         shared: dict[str, Any] = {"data": _absolute(config.data), "device": self.device, "seed": seed, "model": shape}
-        shared |= {"dtype": "bfloat16" if cuda else "float32", "compile": cuda, "workers": 1, "keep": config.points + 1}
+        shared |= {
+            "dtype": "bfloat16" if cuda else "float32",
+            "compile": cuda,
+            "workers": int(cuda),
+            "keep": config.points + 1,
+        }
         shared["lr"] = lr or config.lr or learning_rate(variant, shape.dim, self.scales, config.images)
         if config.images:
             shared |= {**AUGMENTED, "batch": config.batch or (512 if config.large else 64)}
