@@ -108,15 +108,19 @@ def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Ima
     """The held-out images of `data`; unless given, those of a run."""
     from depthgate.data.images import open_images
 
-    if data is None:
-        try:
-            data = str(options_of(folder)["data"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DepthgateError(f"the {CONFIG} of {folder} does not name its data ({error}): name images") from None
-    found, config = open_images(data, model.config.size)[1], model.config
+    try:
+        of_run = options_of(folder)
+        given, corrupt = str(data or of_run["data"]), of_run["corrupt"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DepthgateError(f"the {CONFIG} of {folder} does not name its data ({error}): train it again") from None
+    found, config = open_images(given, model.config.size, corrupt, whole=data is not None)[1], model.config
     if (len(found.names), found.pixels.shape[1]) != (config.classes, config.channels):
-        what = f"{data} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
+        what = f"{given} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
         raise DepthgateError(f"{what}, the model {config.classes} and {config.channels}: give other images")
+    if other := next((pair for pair in zip(found.names, model.names, strict=True) if pair[0] != pair[1]), None):
+        numbers = [str(number) for number in range(config.classes)]  # names of classes without names
+        if numbers not in (found.names, model.names):
+            raise DepthgateError(f"{given} has the class {other[0]} where the model has {other[1]}: name them alike")
     return found
 
 

@@ -1,5 +1,6 @@
 """The vision transformer: patches, a pattern of layers, the residual loop, the head; and pretrained ones as a start."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,6 +127,9 @@ class ViT(nn.Module):
             elif ".router.proj." in name and ".ffn." not in name:
                 tensor.zero_()  # a gate of one
         cfg = getattr(model, "pretrained_cfg", None) or {}
+        if model is not source and (file := Path(source, "preprocessor_config.json")).is_file():
+            about = json.loads(file.read_text(encoding="utf-8"))
+            cfg = {"mean": about.get("image_mean"), "std": about.get("image_std")}
         for buffer, value in ((vit.pixel_mean, cfg.get("mean")), (vit.pixel_std, cfg.get("std"))):
             buffer.copy_(torch.tensor(value or [0.5] * len(buffer)))
         labels = getattr(getattr(model, "config", None), "id2label", {})
@@ -311,18 +315,26 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
     found["position"] = position[len(places) :]
     if len(prefix):
         found["prefix"] = prefix + F.pad(places, (0, 0, 0, len(prefix) - len(places)))
-    pooling = "class" if about is not None or model.global_pool == "token" else "mean"
+    pool: Any = "token" if about is not None else model.global_pool
+    pooling = "mean" if pool == "avg" else "class"
     layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
     block: Any = blocks[0] if blocks is not None else None
     heads, eps = (about.num_attention_heads, about.layer_norm_eps) if about else (block.attn.num_heads, block.norm1.eps)
     act = about.hidden_act if about else type(block.mlp.act).__name__.lower()
     sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
-    ends = {"pooling": pooling, "registers": len(prefix) - (pooling == "class"), "classes": len(found["head.weight"])}
+    ends = {
+        "pooling": pooling,
+        "registers": max(0, len(prefix) - (pooling == "class")),
+        "classes": len(found["head.weight"]),
+    }
     config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
     with torch.device("meta"):
         known = ViT(config).state_dict()
     odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act != "gelu")
+    odd = [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + odd
+    if pool == "avg" and "fc_norm.weight" not in model.state_dict():
+        odd.insert(0, "a norm before its mean")
     if odd:
         raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")
     return found, config

@@ -120,6 +120,22 @@ def test_accuracy_and_calibration_by_hand():
     assert figures([1, 1, 0, 0], [1, 1, 0, 0])["calibration_error"] == pytest.approx((2 * 0.25 + 2 * 0.5) / 4)
 
 
+def test_evaluation_reads_whole_folders_and_skips_what_training_did(tmp_path, data, capsys):
+    for name, colour in (("green", (0, 200, 0)), ("red", (200, 0, 0))):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(12):
+            Image.new("RGB", (8, 8), colour).save(tmp_path / "images" / name / f"{i}.png")
+    bad = tmp_path / "images" / "red" / "z.png"
+    bad.write_bytes(b"no image")
+    assert train(tmp_path / "run", tmp_path / "images", 2, "--corrupt=skip", "--repeats=2", "--model.image=8") == 0
+    capsys.readouterr()
+    for given, many in (("heldout", range(1, 12)), (str(tmp_path / "images"), [24])):
+        assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={given}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["images"] in many
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={data}"]) == 2
+    assert "has the class red where the model has green" in capsys.readouterr().err
+
+
 REFUSED = {
     "--model.patch=3": "the height of an image, 8 is not divisible by the height of a patch, 3",
     "--model.classes=7": "model.classes is 7, but the images have 2",

@@ -38,7 +38,7 @@ def train(config: ImagesConfig, resume: bool) -> int:
         task = Classification(config, images, world)
         weights, graph = dict(task.model.named_parameters()), world.device if _capturable(config, world) else ""
         optimizers = [optim.adamw(weights, config, _decays, graph)]
-        shuffled = Shuffled(images, config.model.context, config.seed)
+        shuffled = Shuffled(images, config.model.context, config.seed, config.repeats)
         loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
         every = -(-len(held_out.labels) // _GLANCE)  # evenly spread: folders are sorted by class
         seen = Images(held_out.pixels[::every], held_out.labels[::every], images.names)
@@ -55,7 +55,7 @@ def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
     config = config.with_data((size[0], size[1]), channels, len(train.names))
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(train.labels) / config.batch))
-        config = replace(config, steps=steps, epochs=None)
+        config = replace(config, steps=steps, warmup=min(config.warmup, -(-steps // 10)), epochs=None)
     return config, train, held_out
 
 
@@ -155,6 +155,6 @@ def measure(model: ViT, images: Images, batch: int, device: str | torch.device) 
         "loss": float(loss.mean()),
         "calibration_error": float(gap.abs().sum() / len(hit)),
         "confidence": float(confidence.mean()),
-        "accuracy_by_class": dict(zip(images.names, (hits / counts.clamp(min=1)).tolist(), strict=True)),
+        "accuracy_by_class": {images.names[i]: float(hits[i] / counts[i]) for i in counts.nonzero()[:, 0].tolist()},
         "routed_share": [float(sum(layer)) / len(hit) for layer in zip(*shares, strict=True)],
     }
