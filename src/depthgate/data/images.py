@@ -131,7 +131,8 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) ->
                 found = _colours(image)
                 return np.asarray(_fitted(found, size or found.size[::-1])).transpose(2, 0, 1)
         except Exception as error:  # Pillow raises many kinds
-            return f"{file[0]} is not an image that can be read ({str(error).partition(' <')[0][:80] or type(error).__name__})"
+            why = str(error).partition(" <")[0][:80] or type(error).__name__
+            return f"{file[0]} is not an image that can be read ({why})"
 
     size = size or next((each.shape[1:] for each in map(read, files) if not isinstance(each, str)), (1, 1))
     if (room := 3 * len(files) * size[0] * size[1]) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
