@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import depthgate as dg
 from depthgate.cli import main
-from depthgate.data.images import Images, open_images
-from depthgate.train.images import measure
+from depthgate.data.images import Images, Shuffled, open_images
+from depthgate.train import optim
+from depthgate.train.images import Classification, measure
+from depthgate.train.step import Step
+from depthgate.vision import AUGMENTED, ImagesConfig, ViTConfig
 from tests.train.tiny import rows, same
 
 TINY = [
@@ -97,6 +101,36 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     assert main(["view", f"--model={run}", f"--images={tmp_path / 'none'}"]) == 2
     assert main(["generate", f"--model={run}", "--prompt=a"]) == 2
     assert "a run of images" in capsys.readouterr().err
+
+
+class Waits(TorchDispatchMode):
+    """Names of operations that make the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
+            self.seen.append(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pattern", ["dense", "soft_moe", "dense,mod"])
+def test_a_step_never_waits_for_the_device(pattern):
+    shape = ViTConfig(image=8, dim=16, layers=2, heads=2, experts=4, classes=4, pattern=pattern)
+    config = ImagesConfig(data="", model=shape, batch=8, zoom=0.5, **AUGMENTED)
+    images = Images(torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8), torch.arange(8) % 4, list("abcd"))
+    task = Classification(config, images)
+    step = Step(task, [optim.adamw(dict(task.model.named_parameters()), config, lambda *_: True)], config)
+    given = Shuffled(images, 4).rows(range(8))
+    step.body(given)  # the first one sets the optimizer up
+    with Waits() as waits:
+        step.body(given)
+    assert waits.seen == []
+    with Waits() as waits:
+        given.targets.sum().item()
+    assert len(waits.seen) == 1
 
 
 def test_accuracy_and_calibration_by_hand():

@@ -292,7 +292,7 @@ def augmented(pixels: Tensor, label: Tensor, number: Tensor, config: ImagesConfi
         x, geometry = _randaugment(x, geometry, draw, config.randaugment)
     x = (x - mean[:, None, None]) / std[:, None, None]
     x = _moved(x, geometry, draw, config)
-    target = F.one_hot(label, config.model.classes).to(x.dtype)
+    target = (label[:, None] == torch.arange(config.model.classes, device=x.device)).to(x.dtype)
     x, target = _mixed(x, target, draw, config)
     if config.erasing:
         area = torch.where(draw(50) < config.erasing, 0.02 + 0.31 * draw(51), 0.0)
