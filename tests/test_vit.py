@@ -78,6 +78,15 @@ def test_updates_that_do_not_survive_are_left_out():
     close(vit(images, survive=survive).logits[1], without[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_halves_read_bytes(dtype):
+    vit, images = small("soft_moe,moe,mod,dense"), bytes_of(2, 3, 8, 12)
+    wanted = vit(images).logits
+    found = vit.to(dtype)(images).logits
+    assert found.dtype is dtype
+    close(found.float(), wanted, torch.bfloat16)
+
+
 def test_models_of_other_kinds_start_alike():
     torch.manual_seed(3)
     one = small("dense")
@@ -100,6 +109,8 @@ REFUSED = {
     "holes": (lambda: masked([[1, 1, 1], [1, 0, 1]]), "is not a rectangle"),
     "not at the top": (lambda: masked([[0, 0, 0], [1, 1, 1]]), "at the top left"),
     "a list": (lambda: small()([]), "images is not a tensor"),
+    "a list of several kinds": (lambda: small()([bytes_of(3, 8, 12), torch.rand(3, 4, 12)]), "several dtypes"),
+    "a list of several channels": (lambda: small()([bytes_of(3, 8, 12), bytes_of(1, 4, 12)]), "numbers of channels"),
 }
 
 

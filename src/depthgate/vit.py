@@ -213,8 +213,8 @@ class ViT(nn.Module):
             shape = f"(batch, {channels}, height, width)"
             raise InvalidValueError(f"images has shape {tuple(images.shape)}: it must be {shape}")
         if images.dtype is torch.uint8:
-            return (images / 255 - self.pixel_mean[:, None, None]) / self.pixel_std[:, None, None]
-        if not images.is_floating_point():
+            images = (images / 255 - self.pixel_mean[:, None, None]) / self.pixel_std[:, None, None]
+        elif not images.is_floating_point():
             raise InvalidValueError(f"images has dtype {images.dtype}: it must be uint8, or a floating dtype")
         return images.to(self.patch.weight.dtype)
 
@@ -222,6 +222,8 @@ class ViT(nn.Module):
         """Images of different sizes (channels, height, width) as one tensor, and the mask of their pixels."""
         if not len(images) or not all(isinstance(each, Tensor) and each.ndim == 3 for each in images):
             raise InvalidValueError("images is not a tensor: it must be a list of tensors (channels, height, width)")
+        if len({(each.dtype, each.shape[0]) for each in images}) > 1:
+            raise InvalidValueError("images has several dtypes or numbers of channels: give bytes, or floats, of one")
         if len({each.shape for each in images}) == 1:
             return torch.stack(list(images)), None
         H, W = (max(each.shape[side] for each in images) for side in (1, 2))

@@ -133,6 +133,14 @@ def test_a_step_never_waits_for_the_device(pattern):
     assert len(waits.seen) == 1
 
 
+@pytest.mark.parametrize("channels", [2, 4])
+def test_images_of_other_channels_are_shown(tmp_path, channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 8, 8, channels), np.uint8)
+    np.savez(tmp_path / "a.npz", x=pixels, y=np.arange(30) % 2)
+    assert train(tmp_path / "run", tmp_path / "a.npz", 1, *ALL) == 0
+    assert main(["view", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'page.html'}"]) == 0
+
+
 def test_accuracy_and_calibration_by_hand():
     """Two classes at logits 0 and ln 3: confidence 3/4, of four images three are right, in one bin; a gap of 0."""
 
@@ -227,5 +235,12 @@ def test_studies_of_images(tmp_path, data, capsys):
         wrong = dg.load(cell)(images.pixels).logits.argmax(1) != images.labels
         assert row["loss_causal"] == pytest.approx(100 * float(wrong.float().mean()))
     assert "error" in (study / "report.html").read_text()
-    assert main(["isoflop", *options.split(), "--variants", "dense,soft_mo"]) == 2
-    assert "soft_moe?" in capsys.readouterr().err
+    for more, says in (
+        ("--variants dense,soft_mo", "soft_moe?"),
+        ("--variants dense:patch=3", "8 is not divisible by the height of a patch, 3"),
+        ("--samples 5", "samples is 5: it is for text"),
+        ("--tokenizer bpe --vocab 300", "tokenizer is 'bpe': it is for text"),
+        ("--budgets 1e6", "lower --batch"),
+    ):
+        assert main(["isoflop", *options.split(), f"--out={tmp_path / 'other'}", *more.split()]) == 2
+        assert says in capsys.readouterr().err

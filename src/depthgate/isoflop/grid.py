@@ -98,12 +98,12 @@ class Cell:
 def ladder(variant: Variant, vocab: Any, context: int) -> list[ModelConfig]:
     """The shapes of a variant, each with more FLOPs per token than the one before."""
     shapes: list[ModelConfig] = []
-    for dim in [variant.model["dim"]] if "dim" in variant.model else WIDTHS:
+    for dim in (widths := [variant.model["dim"]] if "dim" in variant.model else WIDTHS):
         with suppress(InvalidValueError):  # such as more heads of keys than a small model has heads
             shape = variant.shape(dim, vocab, context)
             if not shapes or training_flops(shape) > training_flops(shapes[-1]):
                 shapes.append(shape)
-    return shapes
+    return shapes or [variant.shape(widths[-1], vocab, context)]  # which raises, and says why there are none
 
 
 @dataclass(frozen=True)
@@ -240,7 +240,7 @@ def _steps(training: Any, budget: float) -> tuple[int, float]:
         steps -= max(1, int((total_flops(training, steps) - budget) / each))
     flops, model, why = total_flops(training, steps), training.model, ""
     if steps < 1 or abs(flops / budget - 1) > TOLERANCE:
-        why = f"so no number of steps comes within {TOLERANCE:.0%} of it; raise the budget or lower --context"
+        why = f"so no number of steps comes within {TOLERANCE:.0%} of it; raise it, or lower --batch (or --context)"
     elif steps > _MOST_STEPS:
         why = f"so {steps:,} steps are needed; lower it or raise --batch"
     if why:
