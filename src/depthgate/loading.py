@@ -117,10 +117,9 @@ def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Ima
     if (len(found.names), found.pixels.shape[1]) != (config.classes, config.channels):
         what = f"{given} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
         raise DepthgateError(f"{what}, the model {config.classes} and {config.channels}: give other images")
-    if other := next((pair for pair in zip(found.names, model.names, strict=True) if pair[0] != pair[1]), None):
-        numbers = [str(number) for number in range(config.classes)]  # names of classes without names
-        if numbers not in (found.names, model.names):
-            raise DepthgateError(f"{given} has the class {other[0]} where the model has {other[1]}: name them alike")
+    for there, here, number in zip(found.names, model.names, range(config.classes), strict=True):
+        if there != here and str(number) not in (there, here):  # the name of a class that has none
+            raise DepthgateError(f"{given} has the class {there} where the model has {here}: name them alike")
     return found
 
 

@@ -54,11 +54,6 @@ class Block(nn.Module):
         fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, plain=plain)
         return attended + fed, plans
 
-    def add_to(self, x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
-        """x plus the update, and the plans."""
-        update, plans = self(x, **call)
-        return x + update, plans
-
 
 def build_layer(config: ViTConfig, kind: str) -> nn.Module:
     """One layer of a kind, as an Update."""
@@ -175,11 +170,8 @@ class ViT(nn.Module):
             call: dict[str, Any] = {"pos": pos, "plain": real is None}
             if isinstance(layer, MoD):
                 call["keep"] = keep
-            if survive is None:
-                x, more = layer.add_to(x, **call)  # type: ignore[operator]
-            else:
-                update, more = layer(x, **call)
-                x = x + update * survive[number, :, None, None].to(update.dtype)
+            update, more = layer(x, **call)
+            x = x + (update if survive is None else update * survive[number, :, None, None].to(update.dtype))
             plans += more
         if self.config.pooling == "class":
             return self.norm(x[:, 0]), plans
@@ -334,9 +326,7 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
     with torch.device("meta"):
         known = ViT(config).state_dict()
     odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act != "gelu")
-    odd = [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + odd
-    if pool == "avg" and "fc_norm.weight" not in model.state_dict():
-        odd.insert(0, "a norm before its mean")
-    if odd:
+    early = ["a norm before its mean"] * (pool == "avg" and "fc_norm.weight" not in model.state_dict())
+    if odd := [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + early + odd:
         raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")
     return found, config

@@ -49,7 +49,8 @@ def open_images(data: str, size: _Size = None, corrupt: str = "refuse", whole: b
     path, skip = Path(data), corrupt == "skip"
     if not data or not path.exists():
         raise DepthgateError(f"data is {data!r}, which is not there: name an .npz file of images, or a folder")
-    pairs, names = _folder(path, size, skip, whole) if path.is_dir() else _npz(path, size, skip, whole)
+    folder = path.is_dir() and not next(path.glob("*idx3-ubyte*"), None)
+    pairs, names = (_folder if folder else _npz)(path, size, skip, whole)
     for pixels, labels in pairs:
         if not len(labels):
             raise DepthgateError(f"{data} holds no images: give some")
@@ -74,11 +75,10 @@ def _resized(pixels: Tensor, size: Any) -> Tensor:
 
 def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, AttributeError) as error:
+        arrays = _mnist(path) if path.is_dir() else dict(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
         why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)[:100]
-        raise DepthgateError(f"{path} cannot be read as an .npz file of arrays ({why}): save plain arrays") from None
+        raise DepthgateError(f"{path} cannot be read as a file of arrays ({why}): save plain arrays, as .npz") from None
     train, *others = (_split(path, arrays, name, size, skip) for name in ("train", *_SPLITS))
     held_out = next(filter(None, others), None)
     if train is None:
@@ -88,7 +88,20 @@ def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pa
             raise DepthgateError(f"{path} has {have}: it must have x and y, or x_train, y_train, x_test and y_test")
         train = _pair(path, x, y)
     pairs = _pairs(train, held_out, whole)
-    return pairs, [str(name) for name in arrays["classes"]] if "classes" in arrays else _numbered(pairs)
+    many = 1 + max((int(labels.max()) for _, labels in pairs if len(labels)), default=-1)
+    return pairs, [str(name) for name in arrays.get("classes", range(many))]
+
+
+def _mnist(folder: Path) -> dict[str, Any]:
+    """The arrays of a folder with the files of MNIST, packed or not."""
+    arrays = {}
+    for path in folder.glob("*idx[13]-ubyte*"):
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            data = bytearray(file.read())
+        shape = np.frombuffer(data, ">i4", data[3], 4)
+        name = path.name.partition("idx")[0][:-1].replace("t10k", "test").replace("-", "_")
+        arrays[name] = np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
+    return arrays
 
 
 def _split(path: Path, arrays: dict[str, Any], split: str, size: _Size, skip: bool) -> _Pair | None:
@@ -175,16 +188,13 @@ def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) ->
     files = image_files(Path(folder))[:most]
     if not files:
         raise DepthgateError(f"images is {folder}, which holds no images: give a folder of some")
-    pixels, _ = _decoded(
-        [(str(path), partial(path.open, "rb")) for path in files], torch.zeros(len(files)), size, False
-    )
+    opened = [(str(path), partial(path.open, "rb")) for path in files]
+    pixels, _ = _decoded(opened, torch.zeros(len(files)), size, False)
     grey = pixels.float().mean(1, keepdim=True).round().to(torch.uint8)
     return [path.name for path in files], grey if channels == 1 else pixels
 
 
 def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
-    if found := [_idx(folder, split) for split in ("train", "t10k") if next(folder.glob(f"{split}-images*"), None)]:
-        return _pairs(found[0], found[1] if found[1:] else None, whole), _numbered(found)
     train = folder / "train" if (folder / "train").is_dir() else folder
     splits = [] if train == folder else [_folders(folder / name) for name in _SPLITS]
     classes, (held_out, *_) = _folders(train), [*filter(None, splits), {}]
@@ -197,9 +207,7 @@ def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequenc
         raise DepthgateError(f"{held_out[min(unknown)]} is a class that {train} has not: name classes alike")
 
     def read(where: dict[str, Path]) -> _Pair:
-        files = [
-            (path, label) for label, name in enumerate(classes) if name in where for path in image_files(where[name])
-        ]
+        files = [(path, [*classes].index(name)) for name, home in where.items() for path in image_files(home)]
         opened = [(str(path), partial(path.open, "rb")) for path, _ in files]
         return _decoded(opened, torch.tensor([label for _, label in files], dtype=torch.int64), size or (32, 32), skip)
 
@@ -211,26 +219,6 @@ def _folders(folder: Path) -> dict[str, Path]:
     """The folders in a folder by name, without hidden ones; none if it is not there."""
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     return {path.name: path for path in found if path.is_dir() and path.name[0] != "."}
-
-
-def _idx(folder: Path, split: str) -> _Pair:
-    """Images and labels in the format of MNIST's files, packed or not."""
-    arrays = []
-    for what in ("images", "labels"):
-        path = next(folder.glob(f"{split}-{what}*"), folder / f"{split}-{what}")
-        try:
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-                data = bytearray(file.read())
-            shape = np.frombuffer(data, ">i4", data[3], 4)
-            arrays.append(np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape))
-        except (OSError, ValueError, IndexError, EOFError, zlib.error) as error:
-            raise DepthgateError(f"{path} cannot be read as a file of MNIST's format ({error}): get it again") from None
-    return _pair(folder, *arrays)
-
-
-def _numbered(pairs: Sequence[_Pair]) -> list[str]:
-    """Names of classes that have none."""
-    return [str(number) for number in range(1 + max([-1, *(int(y.max()) for _, y in pairs if len(y))]))]
 
 
 def _pairs(train: _Pair, held_out: _Pair | None, whole: bool) -> Sequence[_Pair]:

@@ -33,13 +33,8 @@ def soft_exponentials(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | N
 
 def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
     """weights (B, M, K) of at least 0, x (B, K, D) -> (B, M, D): means of x, 0 where all weights are."""
-    with _as_they_are(x):
+    with torch.autocast(x.device.type, enabled=False):  # which would make weights halves, and lose small ones
         return _Means.apply(weights, x)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _as_they_are(x: Tensor) -> torch.autocast:
-    """A context in which products have the dtype of their factors: autocast to halves would lose small weights."""
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _product(x: Tensor, slots: Tensor) -> Tensor:
@@ -72,7 +67,7 @@ class _Exponentials(torch.autograd.Function):
         x, slots, weights = ctx.saved_tensors
         inverse = _inverse_length(x)
         grad = (grads[0] * weights * inverse).to(x.dtype)  # of the products
-        with _as_they_are(x):
+        with torch.autocast(x.device.type, enabled=False):
             towards, grad_slots = grad @ slots.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)
         along = (towards * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
         return towards - (along * x).to(x.dtype), grad_slots, None, None
@@ -89,7 +84,7 @@ class _Means(torch.autograd.Function):
         weights, x = ctx.saved_tensors
         inverse = _inverse_sums(weights)
         scaled = (grads[0] * inverse).to(x.dtype)
-        with _as_they_are(x):
+        with torch.autocast(x.device.type, enabled=False):
             each, grad_x = torch.bmm(scaled, x.mT), torch.bmm(weights.mT, scaled)
         # A mean moves towards what gets more weight, by the difference of the two.
         mean = (weights * each).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse

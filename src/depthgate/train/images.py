@@ -36,8 +36,9 @@ def train(config: ImagesConfig, resume: bool) -> int:
             print(f"{config.data}: {many}, {len(images.names)} classes", file=sys.stderr)
         world.wait()
         task = Classification(config, images, world)
-        weights, graph = dict(task.model.named_parameters()), world.device if _capturable(config, world) else ""
-        optimizers = [optim.adamw(weights, config, _decays, graph)]
+        graph = optim.capturable(config, world, experts="moe" in config.model.kinds)
+        weights = dict(task.model.named_parameters())
+        optimizers = [optim.adamw(weights, config, _decays, world.device if graph else "")]
         shuffled = Shuffled(images, config.model.context, config.seed, config.repeats)
         loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
         every = -(-len(held_out.labels) // _GLANCE)  # evenly spread: folders are sorted by class
@@ -61,12 +62,6 @@ def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
 
 def _decays(name: str, weight: Tensor) -> bool:
     return weight.ndim >= 2 and not name.endswith("bias") and name not in ("position", "prefix")
-
-
-def _capturable(config: ImagesConfig, world: World) -> bool:
-    """True if a step can be a CUDA graph: products of experts that tokens choose wait for the device in fp32."""
-    fast = config.dtype == "bfloat16" or "moe" not in config.model.kinds
-    return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and fast
 
 
 class Classification:
@@ -114,10 +109,9 @@ def surviving(number: Tensor, config: ImagesConfig) -> Tensor | None:
     """Factors of the updates of each layer (layers, B): 0 for images that skip it, else what keeps the mean."""
     if not config.drop_path:
         return None
-    last = max(1, config.model.layers - 1)
-    drop = [config.drop_path * layer / last for layer in range(config.model.layers)]
-    kept = [(chance(number, config.seed, 100 + i) >= share) / (1 - share) for i, share in enumerate(drop)]
-    return torch.stack(kept)
+    layers = config.model.layers
+    drop = [config.drop_path * layer / max(1, layers - 1) for layer in range(layers)]
+    return torch.stack([(chance(number, config.seed, 100 + i) >= p) / (1 - p) for i, p in enumerate(drop)])
 
 
 def glance(model: ViT, images: Images, config: ImagesConfig, device: str) -> dict[str, Any]:
