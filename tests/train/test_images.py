@@ -22,7 +22,10 @@ TINY = [
     *("--task=images", "--device=cpu", "--model.dim=16", "--model.heads=2", "--model.layers=2", "--model.experts=4"),
     *("--batch=8", "--checkpoint_every=5", "--schedule_steps=50", "--warmup=2", "--lr=0.01"),
 ]
-ALL = [*("--randaugment=0.5", "--mixup=0.3", "--cutmix=0.3"), *("--erasing=0.3", "--drop_path=0.3", "--zoom=0.5", "--repeats=3")]
+ALL = [
+    *("--randaugment=0.5", "--mixup=0.3", "--cutmix=0.3"),
+    *("--erasing=0.3", "--drop_path=0.3", "--zoom=0.5", "--repeats=3"),
+]
 
 
 @pytest.fixture
