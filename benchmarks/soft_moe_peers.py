@@ -1,13 +1,15 @@
 """Soft MoE next to a dense MLP and to the Soft MoE packages of PyPI: forward and backward in one run, interleaved.
 
     pip install soft-moe-pytorch==0.1.9 soft-moe==0.0.1 soft-mixture-of-experts==0.2.0
-    python benchmarks/soft_moe_peers.py --device cuda --dtype bfloat16 --shapes 8x196x384,256x196x768
+    python benchmarks/soft_moe_peers.py --device cuda
 
-Experts are GELU networks four times as wide as the model, with one slot each. Ours is timed only after it gave the
-answer, and the gradients, of the paper's einsums in float32. Each layer is timed as it is, compiled, and on CUDA as a
-graph of the compiled one, and counts with its best time. `floor` is the time to read all experts' weights twice and to
-write their gradients once, at the speed of a copy: with few rows for each expert no layer can be faster.
-Packages that are not installed are looked for unpacked, in --peers.
+On CUDA that is 8 x 196 x 384 and a B/16 with 256 and 1,024 images, each with weights in bfloat16 and with weights in
+float32 under autocast; on a CPU two small shapes in float32. Experts are GELU networks four times as wide as the
+model, with one slot each. Ours is timed only after it gave the answer, and the gradients, of the paper's einsums in
+float32. Each layer is timed as it is, compiled, and on CUDA as a graph of the compiled one, and counts with its best
+time. `floor` is the time to read all experts' weights twice and to write their gradients once, at the speed of a copy:
+with few rows for each expert no layer can be faster.
+Packages that are not installed are looked for unpacked, in --peers; those that cannot be imported are left out.
 """
 
 import argparse
@@ -30,6 +32,9 @@ from depthgate.errors import DepthgateError
 from depthgate.layers import SoftMoE
 
 _WARMUP = 6  # first touches of memory mislead by ten times
+
+
+_SHAPES = {"cuda": "8x196x384,256x196x768,1024x196x768", "cpu": "8x196x64,4x49x96"}
 
 
 def _module(folder: str, name: str, file: str) -> ModuleType:
@@ -133,16 +138,28 @@ def _checked(layer: SoftMoE, shape: tuple[int, ...], device: str) -> None:
         raise DepthgateError(f"wrong answer in bfloat16 at {shape}: nothing timed")
 
 
-def _measured(shape: tuple[int, ...], options: argparse.Namespace) -> list[measure.Row]:
-    device, dtype, dim = options.device, getattr(torch, options.dtype), shape[2]
+def _peers(dim: int, options: argparse.Namespace) -> dict[str, nn.Module]:
+    """The layers of other packages; those that cannot be imported are told and left out."""
+    found = {}
+    for name, make in _PEERS.items():
+        try:
+            found[name] = make(dim, options.experts, options.peers)
+        except (ImportError, DepthgateError) as error:
+            measure.say(f"{name}: left out, {error}")
+    return found
+
+
+def _measured(shape: tuple[int, ...], way_of_weights: str, options: argparse.Namespace) -> list[measure.Row]:
+    device, dim = options.device, shape[2]
+    options.autocast = way_of_weights == "autocast"
     torch.manual_seed(options.seed)
     ours = SoftMoE(dim, options.experts).to(device)
     _checked(ours, shape, device)
-    weights = torch.float32 if options.autocast else dtype
+    weights = torch.float32 if options.autocast else getattr(torch, way_of_weights)
     x = torch.randn(*shape, device=device, dtype=weights, requires_grad=True)
     grad = torch.randn(*shape, device=device, dtype=weights)
     layers = {"dense MLP": _mlp(dim), "depthgate": ours}
-    layers |= {name: make(dim, options.experts, options.peers) for name, make in _PEERS.items()}
+    layers |= _peers(dim, options)
     flops, floor, rows = {}, 0.0, []
     for name, layer in layers.items():
         layer.to(device, weights)
@@ -161,6 +178,7 @@ def _measured(shape: tuple[int, ...], options: argparse.Namespace) -> list[measu
             {
                 "layer": name,
                 "shape": "x".join(map(str, shape)),
+                "weights": way_of_weights,
                 "ms": best[name][0],
                 "way": best[name][1],
                 "all_ms": {way: 1e3 * median(seconds[f"{n}|{way}"]) for n, way in cases if n == name},
@@ -190,11 +208,13 @@ def run(options: argparse.Namespace) -> None:
         sys.path.insert(0, options.peers)
     if options.device == "cpu":
         torch.set_num_threads(2)
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
-    rows = [row for shape in shapes for row in _measured(shape, options)]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in (options.shapes or _SHAPES[options.device]).split(",")]
+    weights = (options.weights or {"cuda": "bfloat16,autocast", "cpu": "float32"}[options.device]).split(",")
+    rows = [row for shape in shapes for each in weights for row in _measured(shape, each, options)]
     columns: dict[str, Callable[[measure.Row], str]] = {
         "layer": lambda row: row["layer"],
         "batch x tokens x width": lambda row: row["shape"],
+        "weights": lambda row: row["weights"],
         "ms": measure.figure("ms", 3),
         "way": lambda row: row["way"],
         "FLOPs": measure.figure("flop_ratio", 3),
@@ -204,16 +224,16 @@ def run(options: argparse.Namespace) -> None:
         "floor, ms": measure.figure("floor_ms", 3),
         "MiB": measure.figure("memory_mib"),
     }
-    title = f"{options.experts} experts of one slot, forward and backward, {options.dtype}; ratios to the dense MLP"
+    title = f"{options.experts} experts of one slot, forward and backward; ratios to the dense MLP"
     measure.report(options, rows, title, columns)
 
 
 if __name__ == "__main__":
     parser = measure.parser(__doc__ or "")
-    parser.add_argument("--shapes", default="8x196x64,8x196x384", help="batch x tokens x width, separated by commas")
+    parser.add_argument("--shapes", help="batch x tokens x width, separated by commas")
+    parser.add_argument("--weights", help="float32, bfloat16 or autocast (float32, products in bfloat16), or several")
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=20, help="timed rounds")
-    parser.add_argument("--autocast", action="store_true", help="weights in float32, products in bfloat16")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--peers", default="", help="folder with the unpacked packages")
     measure.main(run, parser.parse_args())

@@ -1,5 +1,7 @@
 """The vision transformer: FLOPs and weights as counted, images of different sizes, patterns, and what is refused."""
 
+import json
+
 import pytest
 import torch
 
@@ -76,6 +78,15 @@ def test_updates_that_do_not_survive_are_left_out():
     close(vit(images, survive=survive).logits[1], without[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_halves_read_bytes(dtype):
+    vit, images = small("soft_moe,moe,mod,dense"), bytes_of(2, 3, 8, 12)
+    wanted = vit(images).logits
+    found = vit.to(dtype)(images).logits
+    assert found.dtype is dtype
+    close(found.float(), wanted, torch.bfloat16)
+
+
 def test_models_of_other_kinds_start_alike():
     torch.manual_seed(3)
     one = small("dense")
@@ -98,6 +109,8 @@ REFUSED = {
     "holes": (lambda: masked([[1, 1, 1], [1, 0, 1]]), "is not a rectangle"),
     "not at the top": (lambda: masked([[0, 0, 0], [1, 1, 1]]), "at the top left"),
     "a list": (lambda: small()([]), "images is not a tensor"),
+    "a list of several kinds": (lambda: small()([bytes_of(3, 8, 12), torch.rand(3, 4, 12)]), "several dtypes"),
+    "a list of several channels": (lambda: small()([bytes_of(3, 8, 12), bytes_of(1, 4, 12)]), "numbers of channels"),
 }
 
 
@@ -157,6 +170,9 @@ def test_models_that_are_not_plain_vits_are_refused(tmp_path):
     for make, says in (
         (lambda: torch.nn.Linear(2, 2), "a Linear is not a ViT"),
         (lambda: of_timm(init_values=0.1), "ls1"),
+        (lambda: of_timm(global_pool="max"), "global_pool='max'"),
+        (lambda: of_timm(global_pool="map", class_token=False), "global_pool='map'"),
+        (lambda: of_timm(global_pool="avg", fc_norm=False), "a norm before its mean"),
         (lambda: str(tmp_path), "is not the folder of an image classifier"),
     ):
         with pytest.raises(dg.DepthgateError, match=says):
@@ -165,3 +181,6 @@ def test_models_that_are_not_plain_vits_are_refused(tmp_path):
         dg.ViT.from_pretrained(of_timm(), pattern="moe", top_k=1)
     of_transformers().save_pretrained(tmp_path / "vit")
     assert dg.ViT.from_pretrained(tmp_path / "vit").names == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    about = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(about))
+    close(dg.ViT.from_pretrained(tmp_path / "vit").pixel_mean, torch.tensor([0.1, 0.2, 0.3]))

@@ -26,15 +26,15 @@ def build(config: type[Any], values: Any) -> Any:
     return config(**given)
 
 
-def check_pattern(pattern: Any, name: str = "pattern") -> None:
+def check_pattern(pattern: Any, name: str = "pattern", kinds: tuple[str, ...] = KINDS) -> None:
     """Kinds of layers, separated by commas."""
     if not isinstance(pattern, str):
-        raise InvalidValueError(f"{name} is {pattern!r}: it must be kinds of layers, such as dense,mod")
+        raise InvalidValueError(f"{name} is {pattern!r}: it must be kinds of layers, such as dense,{kinds[1]}")
     for kind in pattern.split(","):
-        if kind in ("soft_moe", "soft"):
+        if kind in ("soft_moe", "soft") and "soft_moe" not in kinds:
             why = "Soft MoE mixes all tokens of a sequence, so a decoder with it is not causal"
             raise InvalidValueError(f"{name} has {kind!r}: {why}; use moe, or an encoder")
-        check_choice(kind, name, KINDS)
+        check_choice(kind, name, kinds)
 
 
 def check_neutral(gate: Any, name: str = "gate") -> None:

@@ -109,11 +109,15 @@ def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Ima
     """The held-out images of `data`; unless given, those of a run."""
     from depthgate.data.images import open_images
 
-    data = str(_options_of(folder, "data")[0]) if data is None else data
-    found, config = open_images(data, model.config.size)[1], model.config
+    of_run, corrupt = _options_of(folder, "data", "corrupt")
+    given = str(data or of_run)
+    found, config = open_images(given, model.config.size, str(corrupt), whole=data is not None)[1], model.config
     if (len(found.names), found.pixels.shape[1]) != (config.classes, config.channels):
-        what = f"{data} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
+        what = f"{given} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
         raise DepthgateError(f"{what}, the model {config.classes} and {config.channels}: give other images")
+    for there, here, number in zip(found.names, model.names, range(config.classes), strict=True):
+        if there != here and str(number) not in (there, here):  # the name of a class that has none
+            raise DepthgateError(f"{given} has the class {there} where the model has {here}: name them alike")
     return found
 
 

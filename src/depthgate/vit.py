@@ -1,5 +1,6 @@
 """The vision transformer: patches, a pattern of layers, the residual loop, the head; and pretrained ones as a start."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,11 +53,6 @@ class Block(nn.Module):
         attended = self.attention(self.attention_norm(x), mask)
         fed, plans = self.ffn(self.ffn_norm(x + attended), pos=pos, plain=plain)
         return attended + fed, plans
-
-    def add_to(self, x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
-        """x plus the update, and the plans."""
-        update, plans = self(x, **call)
-        return x + update, plans
 
 
 def build_layer(config: ViTConfig, kind: str) -> nn.Module:
@@ -126,6 +122,9 @@ class ViT(nn.Module):
             elif ".router.proj." in name and ".ffn." not in name:
                 tensor.zero_()  # a gate of one
         cfg = getattr(model, "pretrained_cfg", None) or {}
+        if model is not source and (file := Path(source, "preprocessor_config.json")).is_file():
+            about = json.loads(file.read_text(encoding="utf-8"))
+            cfg = {"mean": about.get("image_mean"), "std": about.get("image_std")}
         for buffer, value in ((vit.pixel_mean, cfg.get("mean")), (vit.pixel_std, cfg.get("std"))):
             buffer.copy_(torch.tensor(value or [0.5] * len(buffer)))
         labels = getattr(getattr(model, "config", None), "id2label", {})
@@ -171,11 +170,8 @@ class ViT(nn.Module):
             call: dict[str, Any] = {"pos": pos, "plain": real is None}
             if isinstance(layer, MoD):
                 call["keep"] = keep
-            if survive is None:
-                x, more = layer.add_to(x, **call)  # type: ignore[operator]
-            else:
-                update, more = layer(x, **call)
-                x = x + update * survive[number, :, None, None].to(update.dtype)
+            update, more = layer(x, **call)
+            x = x + (update if survive is None else update * survive[number, :, None, None].to(update.dtype))
             plans += more
         if self.config.pooling == "class":
             return self.norm(x[:, 0]), plans
@@ -209,8 +205,8 @@ class ViT(nn.Module):
             shape = f"(batch, {channels}, height, width)"
             raise InvalidValueError(f"images has shape {tuple(images.shape)}: it must be {shape}")
         if images.dtype is torch.uint8:
-            return (images / 255 - self.pixel_mean[:, None, None]) / self.pixel_std[:, None, None]
-        if not images.is_floating_point():
+            images = (images / 255 - self.pixel_mean[:, None, None]) / self.pixel_std[:, None, None]
+        elif not images.is_floating_point():
             raise InvalidValueError(f"images has dtype {images.dtype}: it must be uint8, or a floating dtype")
         return images.to(self.patch.weight.dtype)
 
@@ -218,6 +214,8 @@ class ViT(nn.Module):
         """Images of different sizes (channels, height, width) as one tensor, and the mask of their pixels."""
         if not len(images) or not all(isinstance(each, Tensor) and each.ndim == 3 for each in images):
             raise InvalidValueError("images is not a tensor: it must be a list of tensors (channels, height, width)")
+        if len({(each.dtype, each.shape[0]) for each in images}) > 1:
+            raise InvalidValueError("images has several dtypes or numbers of channels: give bytes, or floats, of one")
         if len({each.shape for each in images}) == 1:
             return torch.stack(list(images)), None
         H, W = (max(each.shape[side] for each in images) for side in (1, 2))
@@ -311,18 +309,24 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
     found["position"] = position[len(places) :]
     if len(prefix):
         found["prefix"] = prefix + F.pad(places, (0, 0, 0, len(prefix) - len(places)))
-    pooling = "class" if about is not None or model.global_pool == "token" else "mean"
+    pool: Any = "token" if about is not None else model.global_pool
+    pooling = "mean" if pool == "avg" else "class"
     layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
     block: Any = blocks[0] if blocks is not None else None
     heads, eps = (about.num_attention_heads, about.layer_norm_eps) if about else (block.attn.num_heads, block.norm1.eps)
     act = about.hidden_act if about else type(block.mlp.act).__name__.lower()
     sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
-    ends = {"pooling": pooling, "registers": len(prefix) - (pooling == "class"), "classes": len(found["head.weight"])}
+    ends = {
+        "pooling": pooling,
+        "registers": max(0, len(prefix) - (pooling == "class")),
+        "classes": len(found["head.weight"]),
+    }
     config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
     with torch.device("meta"):
         known = ViT(config).state_dict()
     odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act != "gelu")
-    if odd:
+    early = ["a norm before its mean"] * (pool == "avg" and "fc_norm.weight" not in model.state_dict())
+    if odd := [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + early + odd:
         raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")
     return found, config

@@ -1,5 +1,6 @@
 """Images from .npz files and folders, changes by chance, and data that is refused."""
 
+import gzip
 import io
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from depthgate.data.images import Shuffled, augmented, chance, open_images
+from depthgate.data.images import Shuffled, _fitted, augmented, chance, open_images
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.vision import ImagesConfig, ViTConfig
 
@@ -84,6 +85,59 @@ def test_folders_of_classes(tmp_path):
     assert len(train.labels) + len(held_out.labels) == 24  # some are held out
 
 
+def test_folders_whose_test_images_have_no_classes_and_whole_folders(tmp_path):
+    folder(tmp_path, ["train", "val"])
+    (tmp_path / "test").mkdir()
+    Image.fromarray(PIXELS[0]).save(tmp_path / "test" / "0.png")
+    assert len(open_images(str(tmp_path), size=(6, 4))[1].labels) == 4  # of val
+    assert open_images(str(tmp_path / "val"), size=(6, 4), whole=True)[1].labels.tolist() == [0, 0, 1, 1]
+    assert len(open_images(saved(tmp_path, x=PIXELS, y=LABELS), whole=True)[1].labels) == 24
+
+
+def test_images_of_all_kinds_of_pixels_and_sizes(tmp_path):
+    """Sixteen bits are scaled, not cut off; any size fits any other, by the middle of the image."""
+    (tmp_path / "a").mkdir()
+    deep = np.array([[0, 255, 256, 65535], [1, 511, 32768, 40000]], np.uint16)
+    Image.fromarray(deep).save(tmp_path / "a" / "deep.png")
+    pixels = open_images(str(tmp_path), size=(2, 4), whole=True)[1].pixels
+    assert torch.equal(pixels, torch.from_numpy((deep >> 8).astype(np.uint8)).expand(1, 3, 2, 4))
+    for i, mode in enumerate(("L", "RGBA", "P", "1", "CMYK")):
+        Image.fromarray(PIXELS[i]).resize((11 + 2 * i, 47 - 6 * i)).convert(mode).save(tmp_path / "a" / f"{i}.tif")
+    for size in ((28, 28), (7, 31), (47, 11)):
+        assert open_images(str(tmp_path), size=size, whole=True)[1].pixels.shape == (6, 3, *size)
+    Image.fromarray(deep.astype(np.float32)).save(tmp_path / "a" / "z.tif")
+    with pytest.raises(DepthgateError, match=r"z\.tif .*32 bits a pixel"):
+        open_images(str(tmp_path))
+    for high in range(1, 60):  # none lies outside its image by rounding
+        for wide in range(1, 60):
+            assert _fitted(Image.new("RGB", (wide, high)), (28, 20)).size == (20, 28)
+    stored, offsets = files([PIXELS[0], np.tile(PIXELS[1], (2, 2, 1)), PIXELS[2]])
+    arrays = {"train_jpeg": stored, "train_offset": offsets, "train_label": np.array([0, 1, 0])}
+    assert open_images(saved(tmp_path, **arrays), whole=True)[0].pixels.shape == (3, 3, 6, 4)
+
+
+def test_files_of_mnist(tmp_path):
+    for split, name in ((slice(0, 18), "train"), (slice(18, 24), "t10k")):
+        for what, array in (("images-idx3", PIXELS[split, ..., 0]), ("labels-idx1", LABELS[split].astype(np.uint8))):
+            head = bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">i4").tobytes()
+            packed = name == "t10k"
+            path = tmp_path / f"{name}-{what}-ubyte{'.gz' * packed}"
+            path.write_bytes((gzip.compress if packed else bytes)(head + array.tobytes()))
+    train, held_out = open_images(str(tmp_path))
+    assert torch.equal(train.pixels[:, 0], torch.from_numpy(PIXELS[:18, ..., 0]))
+    assert held_out.labels.tolist() == LABELS[18:].tolist()
+    assert held_out.names == ["0", "1", "2"]
+    path.write_bytes(path.read_bytes()[:9])
+    with pytest.raises(DepthgateError, match="cannot be read as a file of arrays"):
+        open_images(str(tmp_path))
+    for path in tmp_path.glob("train-labels*"):
+        path.rename(tmp_path / "labels")
+    for path in tmp_path.glob("t10k*"):
+        path.unlink()
+    with pytest.raises(DepthgateError, match="has train_images: it must have x and y, or x_train, y_train"):
+        open_images(str(tmp_path))
+
+
 def test_corrupt_images_are_named_and_skipped_if_asked(tmp_path):
     folder(tmp_path)
     bad = tmp_path / "train" / "cat" / "bad.png"
@@ -138,7 +192,7 @@ def test_folders_that_are_refused(tmp_path):
         with pytest.raises(DepthgateError, match=says):
             open_images(data)
     (tmp_path / "damaged.npz").write_bytes(b"PK\3\4 and so on")
-    with pytest.raises(DepthgateError, match="cannot be read as an"):
+    with pytest.raises(DepthgateError, match="cannot be read as a file of arrays"):
         open_images(str(tmp_path / "damaged.npz"))
 
 
@@ -151,6 +205,9 @@ def test_every_image_comes_once_an_epoch(tmp_path):
             np.ascontiguousarray(x).tobytes() for x in PIXELS.transpose(0, 3, 1, 2)
         }
     assert not torch.equal(rows[0].targets, rows[1].targets)
+    repeated = Shuffled(shuffled.images, 24, seed=3, repeats=3).rows(range(24))
+    assert torch.equal(repeated.tokens, rows[0].tokens[:8].repeat_interleave(3, 0))
+    assert repeated.pos.tolist() == [*range(24)]  # what they are changed by
 
 
 def test_chance_is_uniform_and_its_streams_are_apart():
@@ -195,8 +252,8 @@ def test_targets_follow_what_was_mixed():
     none = {"crop": 0.0, "flip": False}
     for name in ("mixup", "cutmix"):
         (x, target), plain, labels = changed(**none, **{name: 1.0})
-        one, other = (torch.nn.functional.one_hot(each, 3) for each in (labels, labels.roll(1)))
-        before = plain.roll(1, 0)
+        one, other = (torch.nn.functional.one_hot(each, 3) for each in (labels, labels.roll(32)))
+        before = plain.roll(32, 0)
         moved = (x - plain).abs().sum((1, 2, 3)) / (before - plain).abs().sum((1, 2, 3))
         if name == "cutmix":  # whole pixels
             moved = (x - before).abs().amax(1).lt(1e-3).float().mean((1, 2))

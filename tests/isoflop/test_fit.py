@@ -239,5 +239,8 @@ def test_rates_by_hand():
     assert grid.learning_rate("mod", 128, found) == pytest.approx(2e-3)
     assert grid.learning_rate("mod", 2048, found) == pytest.approx(2e-3 / 8)  # 16 ** 0.75
     assert grid.learning_rate("mod:capacity=0.5", 256, found) == grid.learning_rate("mod", 256, {})
+    few, many = (grid.learning_rate("dense", 128, {}, images) for images in (128, 512))
+    assert many == pytest.approx(2 * few)
+    assert grid.learning_rate("mod", 128, found, 64) == pytest.approx(2e-3)  # as it was found
     elsewhere = {"mod": grid.scale_of_rates(3e-3, 320)}
     assert grid.learning_rate("mod", 320, elsewhere) == pytest.approx(3e-3)

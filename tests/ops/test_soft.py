@@ -118,3 +118,28 @@ def test_uniform_weights_are_means(dispatch, combine):
     else:
         close(update[1, :4], layer.experts(plan.dispatch(x))[1, :, 0].mean(0).expand(4, 8))
     assert (update[1, 4:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_loses_no_small_weights(dtype):
+    """At a scale of 30 weights go down to e^-60, which halves cannot hold; nor may a backward pass in autocast."""
+    layer, x = SoftMoE(32, 4, 2, scale=30.0), torch.randn(2, 9, 32, requires_grad=True)
+    of = (x, layer.router.phi)
+    exact = layer(x)[0]
+    with torch.autocast("cpu", dtype):
+        found = layer(x)[0]
+        grads = torch.autograd.grad(found.float().sum(), of)
+    assert (found - exact).norm() < 0.01 * exact.norm()
+    for mine, wanted in zip(grads, torch.autograd.grad(exact.sum(), of), strict=True):
+        assert (mine - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_compiled_as_one_graph_it_is_the_same_under_autocast():
+    layer, x = SoftMoE(8, 5, 3), torch.randn(2, 7, 8, requires_grad=True)
+    mask, of, found = torch.arange(7) < torch.tensor([[7], [4]]), (x, *layer.parameters()), []
+    for call in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")):
+        with torch.autocast("cpu", torch.bfloat16):
+            update = call(x, mask=mask)[0]
+        found.append((update, *torch.autograd.grad(update.float().square().sum(), of)))
+    for mine, wanted in zip(*found, strict=True):
+        close(mine.float(), wanted.float(), torch.bfloat16)

@@ -7,18 +7,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import depthgate as dg
 from depthgate.cli import main
-from depthgate.data.images import Images, open_images
-from depthgate.train.images import measure
+from depthgate.data.images import Images, Shuffled, open_images
+from depthgate.train import optim
+from depthgate.train.images import Classification, measure
+from depthgate.train.step import Step
+from depthgate.vision import AUGMENTED, ImagesConfig, ViTConfig
 from tests.train.tiny import rows, same
 
 TINY = [
     *("--task=images", "--device=cpu", "--model.dim=16", "--model.heads=2", "--model.layers=2", "--model.experts=4"),
     *("--batch=8", "--checkpoint_every=5", "--schedule_steps=80", "--warmup=2", "--lr=0.01"),
 ]
-ALL = [*("--randaugment=0.5", "--mixup=0.3", "--cutmix=0.3"), *("--erasing=0.3", "--drop_path=0.3", "--zoom=0.5")]
+ALL = [
+    *("--randaugment=0.5", "--mixup=0.3", "--cutmix=0.3"),
+    *("--erasing=0.3", "--drop_path=0.3", "--zoom=0.5", "--repeats=3"),
+]
 
 
 @pytest.fixture
@@ -99,6 +106,44 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     assert "a run of images" in capsys.readouterr().err
 
 
+class Waits(TorchDispatchMode):
+    """Names of operations that make the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "masked_select", "equal"):
+            self.seen.append(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("pattern", ["dense", "soft_moe", "dense,mod"])
+def test_a_step_never_waits_for_the_device(pattern):
+    shape = ViTConfig(image=8, dim=16, layers=2, heads=2, experts=4, classes=4, pattern=pattern)
+    config = ImagesConfig(data="", model=shape, batch=8, zoom=0.5, **AUGMENTED)
+    images = Images(torch.randint(0, 256, (8, 3, 8, 8), dtype=torch.uint8), torch.arange(8) % 4, list("abcd"))
+    task = Classification(config, images)
+    step = Step(task, [optim.adamw(dict(task.model.named_parameters()), config, lambda *_: True)], config)
+    given = Shuffled(images, 4).rows(range(8))
+    step.body(given)  # the first one sets the optimizer up
+    with Waits() as waits:
+        step.body(given)
+    assert waits.seen == []
+    with Waits() as waits:
+        given.targets.sum().item()
+    assert len(waits.seen) == 1
+
+
+@pytest.mark.parametrize("channels", [2, 4])
+def test_images_of_other_channels_are_shown(tmp_path, channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 8, 8, channels), np.uint8)
+    np.savez(tmp_path / "a.npz", x=pixels, y=np.arange(30) % 2)
+    assert train(tmp_path / "run", tmp_path / "a.npz", 1, *ALL) == 0
+    assert main(["view", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'page.html'}"]) == 0
+
+
 def test_accuracy_and_calibration_by_hand():
     """Two classes at logits 0 and ln 3: confidence 3/4, of four images three are right, in one bin; a gap of 0."""
 
@@ -118,6 +163,22 @@ def test_accuracy_and_calibration_by_hand():
     assert found["accuracy_by_class"] == {"a": 0.0, "b": 1.0}
     assert figures([0, 0, 0, 0], [1, 1, 1, 1])["calibration_error"] == pytest.approx(0.75)
     assert figures([1, 1, 0, 0], [1, 1, 0, 0])["calibration_error"] == pytest.approx((2 * 0.25 + 2 * 0.5) / 4)
+
+
+def test_evaluation_reads_whole_folders_and_skips_what_training_did(tmp_path, data, capsys):
+    for name, colour in (("green", (0, 200, 0)), ("red", (200, 0, 0))):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(12):
+            Image.new("RGB", (8, 8), colour).save(tmp_path / "images" / name / f"{i}.png")
+    bad = tmp_path / "images" / "red" / "z.png"
+    bad.write_bytes(b"no image")
+    assert train(tmp_path / "run", tmp_path / "images", 2, "--corrupt=skip", "--repeats=2", "--model.image=8") == 0
+    capsys.readouterr()
+    for given, many in (("heldout", range(1, 12)), (str(tmp_path / "images"), [24])):
+        assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={given}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["images"] in many
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={data}"]) == 2
+    assert "has the class red where the model has green" in capsys.readouterr().err
 
 
 REFUSED = {
@@ -177,5 +238,12 @@ def test_studies_of_images(tmp_path, data, capsys):
         wrong = dg.load(cell)(images.pixels).logits.argmax(1) != images.labels
         assert row["loss_causal"] == pytest.approx(100 * float(wrong.float().mean()))
     assert "error" in (study / "report.html").read_text()
-    assert main(["isoflop", *options.split(), "--variants", "dense,soft_mo"]) == 2
-    assert "soft_moe?" in capsys.readouterr().err
+    for more, says in (
+        ("--variants dense,soft_mo", "soft_moe?"),
+        ("--variants dense:patch=3", "8 is not divisible by the height of a patch, 3"),
+        ("--samples 5", "samples is 5: it is for text"),
+        ("--tokenizer bpe --vocab 300", "tokenizer is 'bpe': it is for text"),
+        ("--budgets 1e6", "lower --batch"),
+    ):
+        assert main(["isoflop", *options.split(), f"--out={tmp_path / 'other'}", *more.split()]) == 2
+        assert says in capsys.readouterr().err

@@ -123,7 +123,7 @@ def _vision(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callab
     for n, name in enumerate(names):
         found = plan_decisions(plans, None, of.grid, n, of.prefix, False, routed) if plans else Decisions(of.layers, [])
         heading = f"{isolated(short(name))}, taken for {isolated(short(classes[n]))}, {float(best.values[n]):.0%} sure"
-        shown.append((heading, found, image_of(of.grid, of.prefix, pixels[n])))
+        shown.append((heading, found, image_of(of.grid, of.prefix, pixels[n, : 3 if of.channels > 2 else 1])))
     name = isolated(short(folder))
     about = paragraph(f"{name}: {of.layers} layers, {len(routed)} of them routed, over {count(len(names), 'image')}.")
     told = {"images": [{"image": a, "class": b} for a, b in zip(names, classes, strict=True)], "layers": routed}

@@ -1,10 +1,12 @@
 """Images with labels: from .npz files and folders, as batches that are a pure function of their numbers, and changed by
 chance in ways that are one too, on the device that trains."""
 
+import gzip
 import hashlib
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -29,6 +31,7 @@ _SPLITS = ("test", "val", "valid", "validation")
 _NAMES = ("x_{}", "{}_x", "{}_images", "{}_data", "{}"), ("y_{}", "{}_y", "{}_labels", "{}_label", "{}_targets")
 _File = tuple[str, Callable[[], Any]]  # a name for messages, and what opens it
 _Pair = tuple[Tensor, Tensor]  # pixels and labels
+_Size = tuple[int, int] | None
 
 
 class Images(NamedTuple):
@@ -39,13 +42,15 @@ class Images(NamedTuple):
     names: list[str]  # of the classes
 
 
-def open_images(data: str, size: tuple[int, int] | None = None, corrupt: str = "refuse") -> tuple[Images, Images]:
+def open_images(data: str, size: _Size = None, corrupt: str = "refuse", whole: bool = False) -> tuple[Images, Images]:
     """The images of an .npz file or a folder, to train on and held out, of height and width `size` if given. Nothing in
-    a file is ever executed. corrupt: "refuse", or "skip" and warn."""
+    a file is ever executed. corrupt: "refuse", or "skip" and warn. Where nothing is marked as held out, one image of
+    ten is; with `whole`, all are."""
     path, skip = Path(data), corrupt == "skip"
     if not data or not path.exists():
         raise DepthgateError(f"data is {data!r}, which is not there: name an .npz file of images, or a folder")
-    pairs, names = _folder(path, size or (32, 32), skip) if path.is_dir() else _npz(path, skip)
+    folder = path.is_dir() and not next(path.glob("*idx3-ubyte*"), None)
+    pairs, names = (_folder if folder else _npz)(path, size, skip, whole)
     for pixels, labels in pairs:
         if not len(labels):
             raise DepthgateError(f"{data} holds no images: give some")
@@ -68,14 +73,13 @@ def _resized(pixels: Tensor, size: Any) -> Tensor:
     return torch.cat([part.round().clamp(0, 255).to(torch.uint8) for part in parts])
 
 
-def _npz(path: Path, skip: bool) -> tuple[Sequence[_Pair], list[str]]:
+def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile, AttributeError) as error:
+        arrays = _mnist(path) if path.is_dir() else dict(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
         why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)[:100]
-        raise DepthgateError(f"{path} cannot be read as an .npz file of arrays ({why}): save plain arrays") from None
-    train, *others = (_split(path, arrays, name, skip) for name in ("train", *_SPLITS))
+        raise DepthgateError(f"{path} cannot be read as a file of arrays ({why}): save plain arrays, as .npz") from None
+    train, *others = (_split(path, arrays, name, size, skip) for name in ("train", *_SPLITS))
     held_out = next(filter(None, others), None)
     if train is None:
         x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (("x", "images"), ("y", "labels")))
@@ -83,16 +87,28 @@ def _npz(path: Path, skip: bool) -> tuple[Sequence[_Pair], list[str]]:
             have = ", ".join(arrays) or "nothing"
             raise DepthgateError(f"{path} has {have}: it must have x and y, or x_train, y_train, x_test and y_test")
         train = _pair(path, x, y)
-    pairs = (train, held_out) if held_out else _apart(*train)
+    pairs = _pairs(train, held_out, whole)
     many = 1 + max((int(labels.max()) for _, labels in pairs if len(labels)), default=-1)
     return pairs, [str(name) for name in arrays.get("classes", range(many))]
 
 
-def _split(path: Path, arrays: dict[str, Any], split: str, skip: bool) -> _Pair | None:
+def _mnist(folder: Path) -> dict[str, Any]:
+    """The arrays of a folder with the files of MNIST, packed or not."""
+    arrays = {}
+    for path in folder.glob("*idx[13]-ubyte*"):
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            data = bytearray(file.read())
+        shape = np.frombuffer(data, ">i4", data[3], 4)
+        name = path.name.partition("idx")[0][:-1].replace("t10k", "test").replace("-", "_")
+        arrays[name] = np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
+    return arrays
+
+
+def _split(path: Path, arrays: dict[str, Any], split: str, size: _Size, skip: bool) -> _Pair | None:
     """The images and labels of a split; None if there are none."""
     if f"{split}_jpeg" in arrays:
         stored, offset, label = (arrays.get(f"{split}_{name}") for name in ("jpeg", "offset", "label"))
-        return _packed(path, stored, offset, label, skip)
+        return _packed(path, stored, offset, label, size, skip)
     x, y = (next((arrays[n] for each in names if (n := each.format(split)) in arrays), None) for names in _NAMES)
     return None if x is None or y is None else _pair(path, x, y)
 
@@ -107,35 +123,31 @@ def _pair(path: Path, x: Any, y: Any) -> _Pair:
     return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y.reshape(-1).astype(np.int64))
 
 
-def _packed(path: Path, stored: Any, offset: Any, label: Any, skip: bool) -> _Pair:
+def _packed(path: Path, stored: Any, offset: Any, label: Any, size: _Size, skip: bool) -> _Pair:
     """Images as the bytes of files, one after another, each from its offset to the next."""
     ends = [] if offset is None or label is None else offset.tolist()
-    if (
-        len(ends) < 2
-        or len(ends) != len(label) + 1
-        or ends != sorted(ends)
-        or not 0 <= ends[0] <= ends[-1] <= stored.nbytes
-    ):
+    many = -1 if label is None else len(label)
+    if len(ends) < 2 or len(ends) != many + 1 or ends != sorted(ends) or ends[0] < 0 or ends[-1] > stored.nbytes:
         raise DepthgateError(f"{path} has packed images, but not an offset and a label that fit: it is damaged")
     places = enumerate(pairwise(ends))
     files = [(f"{path}, image {i},", partial(io.BytesIO, memoryview(stored)[a:b])) for i, (a, b) in places]
-    return _decoded(files, torch.from_numpy(label.astype(np.int64)), None, skip)
+    return _decoded(files, torch.from_numpy(label.astype(np.int64)), size, skip)
 
 
-def _decoded(files: Sequence[_File], labels: Tensor, size: tuple[int, int] | None, skip: bool) -> _Pair:
-    """The pixels of image files: all of one size, which is that of the first one unless given."""
+def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) -> _Pair:
+    """The pixels of image files, all fitted to one size, which is that of the first one unless given."""
     pillow = installed("PIL.Image", "images")
 
     def read(file: _File) -> Any:
         try:
             with pillow.open(file[1]()) as image:
-                found = image.convert("RGB")
-                return np.asarray(found if size is None else _fitted(found, size)).transpose(2, 0, 1)
+                found = _colours(image)
+                return np.asarray(_fitted(found, size or found.size[::-1])).transpose(2, 0, 1)
         except Exception as error:  # Pillow raises many kinds
-            return f"{file[0]} is not an image that can be read ({str(error)[:80] or type(error).__name__})"
+            why = str(error).partition(" <")[0][:80] or type(error).__name__
+            return f"{file[0]} is not an image that can be read ({why})"
 
-    found = [read(file) for file in files[:64]] if size is None else []
-    size = size or next((each.shape[1:] for each in found if not isinstance(each, str)), (1, 1))
+    size = size or next((each.shape[1:] for each in map(read, files) if not isinstance(each, str)), (1, 1))
     if (room := 3 * len(files) * size[0] * size[1]) > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise DepthgateError(f"{len(files):,} images of {size} take {room / 2**30:.0f} GiB: lower --model.image")
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -149,12 +161,21 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: tuple[int, int] | Non
     return torch.from_numpy(pixels), labels[kept]
 
 
+def _colours(image: Any) -> Any:
+    """An image of Pillow in RGB, a byte each. Pillow itself would cut 16 bits off at 255."""
+    if image.mode in ("I", "F"):
+        raise ValueError(f"it has 32 bits a pixel, mode {image.mode}")
+    return (image.point(lambda i: i / 256, "L") if image.mode[0] == "I" else image).convert("RGB")
+
+
 def _fitted(image: Any, size: tuple[int, int]) -> Any:
     """The middle of an image, as large as its shape allows, resized to height and width."""
     (wide, high), (H, W) = image.size, size
+    if (high, wide) == size:
+        return image
     scale = min(wide / W, high / H)
-    left, top = (wide - W * scale) / 2, (high - H * scale) / 2
-    return image.resize((W, H), box=(left, top, left + W * scale, top + H * scale), resample=2, reducing_gap=3.0)
+    left, top = max(0.0, wide - W * scale) / 2, max(0.0, high - H * scale) / 2  # by rounding, a little below 0
+    return image.resize((W, H), box=(left, top, wide - left, high - top), resample=2, reducing_gap=3.0)
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -167,50 +188,55 @@ def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) ->
     files = image_files(Path(folder))[:most]
     if not files:
         raise DepthgateError(f"images is {folder}, which holds no images: give a folder of some")
-    pixels, _ = _decoded(
-        [(str(path), partial(path.open, "rb")) for path in files], torch.zeros(len(files)), size, False
-    )
-    return [path.name for path in files], pixels if channels == 3 else pixels[:, :channels]
+    opened = [(str(path), partial(path.open, "rb")) for path in files]
+    pixels, _ = _decoded(opened, torch.zeros(len(files)), size, False)
+    grey = pixels.float().mean(1, keepdim=True).round().to(torch.uint8)
+    return [path.name for path in files], grey if channels == 1 else pixels
 
 
-def _folder(folder: Path, size: tuple[int, int], skip: bool) -> tuple[Sequence[_Pair], list[str]]:
+def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
     train = folder / "train" if (folder / "train").is_dir() else folder
-    held_out = next((folder / name for name in _SPLITS if train != folder and (folder / name).is_dir()), None)
-    classes, *others = (
-        sorted(path.name for path in split.iterdir() if path.is_dir() and path.name[0] != ".")
-        for split in (train, held_out)
-        if split
-    )
+    splits = [] if train == folder else [_folders(folder / name) for name in _SPLITS]
+    classes, (held_out, *_) = _folders(train), [*filter(None, splits), {}]
     if not classes:
         what = "images, but no folder for each class" if image_files(folder) else "no images"
         raise DepthgateError(f"data is {folder}, which holds {what}: it must hold a folder of images for each class")
-    if empty := [name for name in classes if not image_files(train / name)]:
-        raise DepthgateError(f"{train / empty[0]} holds no images: leave the class out, or give some")
-    if unknown := {name for split in others for name in split} - {*classes}:
-        raise DepthgateError(f"{held_out} has the class {min(unknown)}, and {train} has not: name classes alike")
+    if empty := [path for path in classes.values() if not image_files(path)]:
+        raise DepthgateError(f"{empty[0]} holds no images: leave the class out, or give some")
+    if unknown := held_out.keys() - classes.keys():
+        raise DepthgateError(f"{held_out[min(unknown)]} is a class that {train} has not: name classes alike")
 
-    def read(where: Path) -> _Pair:
-        files = [(path, label) for label, name in enumerate(classes) for path in image_files(where / name)]
+    def read(where: dict[str, Path]) -> _Pair:
+        files = [(path, [*classes].index(name)) for name, home in where.items() for path in image_files(home)]
         opened = [(str(path), partial(path.open, "rb")) for path, _ in files]
-        return _decoded(opened, torch.tensor([label for _, label in files], dtype=torch.int64), size, skip)
+        return _decoded(opened, torch.tensor([label for _, label in files], dtype=torch.int64), size or (32, 32), skip)
 
-    return (read(train), read(held_out)) if held_out else _apart(*read(train)), classes
+    images = read(classes)
+    return _pairs(images, read(held_out) if held_out else None, whole), [*classes]
 
 
-def _apart(pixels: Tensor, labels: Tensor) -> tuple[_Pair, _Pair]:
-    """Images to train on, and one of ten held out."""
-    out = torch.tensor([mix(0, i) % _HELD_OUT == 0 for i in range(len(labels))], dtype=torch.bool)
+def _folders(folder: Path) -> dict[str, Path]:
+    """The folders in a folder by name, without hidden ones; none if it is not there."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return {path.name: path for path in found if path.is_dir() and path.name[0] != "."}
+
+
+def _pairs(train: _Pair, held_out: _Pair | None, whole: bool) -> Sequence[_Pair]:
+    """Images to train on and held out: where none are, one of ten, or all of them if `whole`."""
+    if held_out or whole:
+        return train, held_out or train
+    out = torch.tensor([mix(0, i) % _HELD_OUT == 0 for i in range(len(train[1]))], dtype=torch.bool)
     out[-1:] |= not out.any()
-    return (pixels[~out], labels[~out]), (pixels[out], labels[out])
+    return [(train[0][these], train[1][these]) for these in (~out, out)]
 
 
 class Shuffled:
     """Training images, numbered through all epochs: epoch e is the numbers from e * N, in an order of its own. Rows are
     bytes, labels, the numbers by which each image is changed, and nothing."""
 
-    def __init__(self, images: Images, context: int, seed: int = 0) -> None:
-        """context: tokens of an image."""
-        self.images, self.context, self.seed = images, context, seed
+    def __init__(self, images: Images, context: int, seed: int = 0, repeats: int = 1) -> None:
+        """context: tokens of an image; repeats: how often an image comes in a row (Hoffer et al. 2020)."""
+        self.images, self.context, self.seed, self.repeats = images, context, seed, repeats
 
     def fingerprint(self) -> str:
         """A hash of all pixels and labels."""
@@ -222,9 +248,10 @@ class Shuffled:
     def rows(self, numbers: Sequence[int]) -> Rows:
         """The images of these numbers."""
         N, number = len(self.images.labels), torch.tensor(list(numbers))
-        epoch, index = number // N, torch.empty_like(number)
+        place = number // self.repeats
+        epoch, index = place // N, torch.empty_like(number)
         for each in {*epoch.tolist()}:
-            index[epoch == each] = _order(N, mix(self.seed, each))[number[epoch == each] % N]
+            index[epoch == each] = _order(N, mix(self.seed, each))[place[epoch == each] % N]
         return Rows(self.images.pixels[index], self.images.labels[index], number, torch.zeros_like(number))
 
 
@@ -253,7 +280,7 @@ def augmented(pixels: Tensor, label: Tensor, number: Tensor, config: ImagesConfi
         x, geometry = _randaugment(x, geometry, draw, config.randaugment)
     x = (x - mean[:, None, None]) / std[:, None, None]
     x = _moved(x, geometry, draw, config)
-    target = F.one_hot(label, config.model.classes).to(x.dtype)
+    target = (label[:, None] == torch.arange(config.model.classes, device=x.device)).to(x.dtype)
     x, target = _mixed(x, target, draw, config)
     if config.erasing:
         area = torch.where(draw(50) < config.erasing, 0.02 + 0.31 * draw(51), 0.0)
@@ -309,15 +336,15 @@ def _moved(x: Tensor, geometry: Tensor, draw: Callable[..., Tensor], config: Ima
 
 
 def _mixed(x: Tensor, target: Tensor, draw: Callable[..., Tensor], config: ImagesConfig) -> tuple[Tensor, Tensor]:
-    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) with the image before in the batch, for some images."""
+    """Mixup (Zhang et al. 2018) or CutMix (Yun et al. 2019) with the image half a batch before, for some images."""
     if not config.mixup and not config.cutmix:
         return x, target
     which, share = draw(40)[:, None, None, None], draw(41)
     cut = _boxes(x, share, draw(42), draw(43), torch.ones_like(share)).to(x.dtype)
     weight = torch.where(which < config.mixup, share[:, None, None, None] / 2, 0.0).expand_as(cut)
     weight = torch.where((which >= config.mixup) & (which < config.mixup + config.cutmix), cut, weight)
-    mean = weight.mean((1, 2, 3))[:, None]
-    return x + weight * (x.roll(1, 0) - x), target + mean * (target.roll(1, 0) - target)
+    mean, half = weight.mean((1, 2, 3))[:, None], len(x) // 2
+    return x + weight * (x.roll(half, 0) - x), target + mean * (target.roll(half, 0) - target)
 
 
 def _boxes(x: Tensor, area: Tensor, down: Tensor, across: Tensor, shape: Tensor) -> Tensor:

@@ -127,15 +127,11 @@ class IsoflopConfig(Options):
     seeds: int = count(1, "seeds of every cell", maximum=99)
     seed: int = count(0, "the first of them", minimum=0)
     seeds_at_minimum: int | None = count(None, "seeds of each variant's best size; seeds unless given", maximum=99)
-    calibrate: bool = option(
-        True, "train dense of the smallest budget with a second seed, to learn how small a difference shows"
-    )
+    calibrate: bool = option(True, "train dense of the smallest budget with two seeds, to learn what difference shows")
     more_sizes: int = count(0, "sizes that may be added to a curve until its minimum is inside it", 0, 99)
     validation: str | None = option(None, "text to measure on; a share of the data is held out unless given")
     tokenizer: str | None = option(
-        None,
-        "bytes, bpe (trained on the data), or a folder with a Hugging Face tokenizer; unless given bytes, or bpe if a "
-        "budget is 1e14 or more",
+        None, "bytes, bpe, or the folder of a Hugging Face one; unless given bytes, or bpe if a budget is 1e14 or more"
     )
     vocab: int | None = option(None, "size of a bpe tokenizer; 1024 where bpe is not asked for")
     context: int | None = count(None, "tokens of a sequence; 256, or 512 if a budget is 1e14 or more", 8, 2**20)
@@ -154,9 +150,7 @@ class IsoflopConfig(Options):
     cpus: int = count(1, "processor cores of a cell, for ray and submitit", maximum=1024)
     gpus: float = number(0.0, "[0, 1024]", "GPUs of a cell, for ray and submitit; may be a fraction with ray")
     minutes: int = count(240, "longest time of a cell, for submitit", maximum=10**6)
-    measured: int | None = count(
-        None, "held-out tokens that losses are measured on, about; 131072, or all if a budget is 1e14 or more", 1, 2**40
-    )
+    measured: int | None = count(None, "held-out tokens measured; 131072, or all if a budget is 1e14 or more", 1, 2**40)
     points: int = count(1, "checkpoints of each cell that are measured, evenly spread and the last", maximum=99)
     samples: int = count(0, "tokens to sample from each variant's best model", minimum=0, maximum=2**16)
     extend: bool = option(False, "go on with a study of other budgets, sizes (center, spread), variants or seeds")
@@ -176,6 +170,9 @@ class IsoflopConfig(Options):
         if self.launcher != "local" and self.device == "cuda" and not self.gpus:
             raise InvalidValueError(f"device is cuda and gpus is 0: give --gpus 1 with --launcher {self.launcher}")
         check_vocab(*self.tokens)
+        of_text = ("validation", "tokenizer", "vocab", "context", "measured", "samples") if self.images else ()
+        if given := [name for name in of_text if getattr(self, name) != getattr(type(self), name)]:
+            raise InvalidValueError(f"{given[0]} is {getattr(self, given[0])!r}: it is for text, leave it out")
 
     @cached_property
     def budget_list(self) -> list[float]:

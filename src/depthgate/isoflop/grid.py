@@ -30,7 +30,7 @@ _MOST_STEPS = 2**31 - 1
 WIDTHS = [16, 24, 32, 48, 64, 96] + [2**n // 4 * (4 + i) for n in range(7, 15) for i in range(4)]
 # lr = scale * (128 / width) ** _WIDTH_POWER, at all budgets: docs/log.md has the sweeps behind it.
 _SCALE, _WIDTH_POWER = 0.008, 0.75
-_SCALE_OF_IMAGES = 0.002
+_SCALE_OF_IMAGES = 0.002  # with 512 images in a step; it goes with the square root of their number
 _MOST_RATES = 9
 Row = dict[str, Any]  # of results: a finished cell
 Check = Callable[[Sequence["Cell"]], None]
@@ -96,12 +96,12 @@ class Cell:
 def ladder(variant: Variant, vocab: Any, context: int) -> list[ModelConfig]:
     """The shapes of a variant, each with more FLOPs per token than the one before."""
     shapes: list[ModelConfig] = []
-    for dim in [variant.model["dim"]] if "dim" in variant.model else WIDTHS:
+    for dim in (widths := [variant.model["dim"]] if "dim" in variant.model else WIDTHS):
         with suppress(InvalidValueError):  # such as more heads of keys than a small model has heads
             shape = variant.shape(dim, vocab, context)
             if not shapes or training_flops(shape) > training_flops(shapes[-1]):
                 shapes.append(shape)
-    return shapes
+    return shapes or [variant.shape(widths[-1], vocab, context)]  # which raises, and says why there are none
 
 
 @dataclass(frozen=True)
@@ -161,9 +161,10 @@ class Grid:
             "workers": int(cuda),
             "keep": config.points + 1,
         }
-        shared["lr"] = lr or config.lr or learning_rate(variant, shape.dim, self.scales, config.images)
-        if config.images:
-            shared |= {**AUGMENTED, "batch": config.batch or (512 if config.large else 64)}
+        images = (config.batch or (512 if config.large else 64)) if config.images else None
+        shared["lr"] = lr or config.lr or learning_rate(variant, shape.dim, self.scales, images)
+        if images is not None:
+            shared |= {**AUGMENTED, "batch": images}
             return self._settled(ImagesConfig(**{**shared, **SCHEDULE, **options}), budget, variant, part)
         # A power of two: about 1,024 tokens at 1e12 FLOPs, 16,384 at 1e16. Larger ones cost small models a lot.
         batch = 1 << max(0, round(math.log2(1024 * (budget / 1e12) ** 0.3 / shape.context)))
@@ -244,7 +245,7 @@ def _steps(training: Any, budget: float) -> tuple[int, float]:
         steps -= max(1, int((total_flops(training, steps) - budget) / each))
     flops, model, why = total_flops(training, steps), training.model, ""
     if steps < 1 or abs(flops / budget - 1) > TOLERANCE:
-        why = f"so no number of steps comes within {TOLERANCE:.0%} of it; raise the budget or lower --context"
+        why = f"so no number of steps comes within {TOLERANCE:.0%} of it; raise the budget or lower --batch"
     elif steps > _MOST_STEPS:
         why = f"so {steps:,} steps are needed; lower it or raise --batch"
     if why:
@@ -265,9 +266,9 @@ def check_fits(cells: Sequence[Cell], device: str, at_once: int = 1) -> None:
         raise DepthgateError(f"{what}: lower --parallel, --batch or --budgets")
 
 
-def learning_rate(variant: str, dim: int, scales: Mapping[str, float], images: bool = False) -> float:
-    """The rate of a variant at a width, at its own scale or at that for all."""
-    scale = scales.get(variant, _SCALE_OF_IMAGES if images else _SCALE)
+def learning_rate(variant: str, dim: int, scales: Mapping[str, float], images: int | None = None) -> float:
+    """The rate of a variant at a width, at its own scale or at that for all, or for `images` in a step."""
+    scale = scales.get(variant, _SCALE if images is None else _SCALE_OF_IMAGES * (images / 512) ** 0.5)
     return float(f"{scale * (128 / dim) ** _WIDTH_POWER:.3g}")
 
 

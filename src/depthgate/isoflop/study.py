@@ -78,14 +78,10 @@ class Study:
 
     def _plan(self) -> None:
         """Set the grid and its cells, from the tokenizer and the learning rates as far as they are known."""
-        if self.config.images:
-            self.grid = Grid(self.config, "", self._seen, self.device, self._rates())
-            self.cells = self.grid.cells()
-            return
-        name, vocab = self.config.tokens
-        if name != "bpe" or (self.out / TOKENIZER / "tokenizer.json").exists():
+        name, vocab = ("", self._seen) if self.config.images else self.config.tokens
+        if name and (name != "bpe" or (self.out / TOKENIZER / "tokenizer.json").exists()):
             vocab = self._tokenizer().vocab
-        if name != "bytes":
+        if name not in ("bytes", ""):
             name = str((self.out / TOKENIZER if name == "bpe" else Path(name)).absolute())
         assert vocab is not None
         self.grid = Grid(self.config, name, vocab, self.device, self._rates())

@@ -33,7 +33,8 @@ def soft_exponentials(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | N
 
 def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
     """weights (B, M, K) of at least 0, x (B, K, D) -> (B, M, D): means of x, 0 where all weights are."""
-    return _Means.apply(weights, x)  # type: ignore[no-any-return, no-untyped-call]
+    with torch.autocast(x.device.type, enabled=False):  # which would make weights halves, and lose small ones
+        return _Means.apply(weights, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _product(x: Tensor, slots: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ def _inverse_length(x: Tensor) -> Tensor:
 class _Exponentials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
-        weights = torch.exp(_product(x, slots) * _inverse_length(x) - bound)
+        weights = torch.addcmul(-bound, _product(x, slots), _inverse_length(x)).exp_()
         if valid is not None:
             weights = torch.where(valid[..., None], weights, 0.0)
         weights = _in(x.dtype, weights)
@@ -66,9 +67,9 @@ class _Exponentials(torch.autograd.Function):
         x, slots, weights = ctx.saved_tensors
         inverse = _inverse_length(x)
         grad = (grads[0] * weights * inverse).to(x.dtype)  # of the products
-        towards = grad @ slots.mT
+        with torch.autocast(x.device.type, enabled=False):
+            towards, grad_slots = grad @ slots.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)
         along = (towards * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
-        grad_slots = x.flatten(0, 1).mT @ grad.flatten(0, 1)
         return towards - (along * x).to(x.dtype), grad_slots, None, None
 
 
@@ -83,10 +84,11 @@ class _Means(torch.autograd.Function):
         weights, x = ctx.saved_tensors
         inverse = _inverse_sums(weights)
         scaled = (grads[0] * inverse).to(x.dtype)
-        each = torch.bmm(scaled, x.mT)
+        with torch.autocast(x.device.type, enabled=False):
+            each, grad_x = torch.bmm(scaled, x.mT), torch.bmm(weights.mT, scaled)
         # A mean moves towards what gets more weight, by the difference of the two.
         mean = (weights * each).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse
-        return each - mean.to(x.dtype), torch.bmm(weights.mT, scaled)
+        return each - mean.to(x.dtype), grad_x
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:

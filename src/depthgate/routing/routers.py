@@ -385,8 +385,8 @@ class SoftSlots(nn.Module):
             slots = scale * phi * torch.rsqrt(phi.square().sum(0, keepdim=True) + 1e-12)
             weights = soft_exponentials(tokens, slots.to(dtype), scale.detach().abs(), valid)
         weights = weights.view(*x.shape[:2], self.num_experts, self.slots_per_expert)
-        alike = torch.ones_like(weights) if valid is None else torch.ones_like(weights) * valid[..., None, None]
-        into, back = (weights if how == "learnt" else alike for how in (self.dispatch, self.combine))
+        kinds = (self.dispatch, self.combine)  # weights are 0 at padding alone
+        into, back = (weights if how == "learnt" else (weights > 0).to(weights.dtype) for how in kinds)
         return Soft(into, back, scale.detach().abs(), valid)
 
 

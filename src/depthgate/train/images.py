@@ -36,9 +36,10 @@ def train(config: ImagesConfig, resume: bool) -> int:
             print(f"{config.data}: {many}, {len(images.names)} classes", file=sys.stderr)
         world.wait()
         task = Classification(config, images, world)
-        weights, graph = dict(task.model.named_parameters()), world.device if _capturable(config, world) else ""
-        optimizers = [optim.adamw(weights, config, _decays, graph)]
-        shuffled = Shuffled(images, config.model.context, config.seed)
+        graph = optim.capturable(config, world, experts="moe" in config.model.kinds)
+        weights = dict(task.model.named_parameters())
+        optimizers = [optim.adamw(weights, config, _decays, world.device if graph else "")]
+        shuffled = Shuffled(images, config.model.context, config.seed, config.repeats)
         loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
         every = -(-len(held_out.labels) // _GLANCE)  # evenly spread: folders are sorted by class
         seen = Images(held_out.pixels[::every], held_out.labels[::every], images.names)
@@ -55,18 +56,12 @@ def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
     config = config.with_data((size[0], size[1]), channels, len(train.names))
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(train.labels) / config.batch))
-        config = replace(config, steps=steps, epochs=None)
+        config = replace(config, steps=steps, warmup=min(config.warmup, -(-steps // 10)), epochs=None)
     return config, train, held_out
 
 
 def _decays(name: str, weight: Tensor) -> bool:
     return weight.ndim >= 2 and not name.endswith("bias") and name not in ("position", "prefix")
-
-
-def _capturable(config: ImagesConfig, world: World) -> bool:
-    """True if a step can be a CUDA graph: products of experts that tokens choose wait for the device in fp32."""
-    fast = config.dtype == "bfloat16" or "moe" not in config.model.kinds
-    return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and fast
 
 
 class Classification:
@@ -114,10 +109,9 @@ def surviving(number: Tensor, config: ImagesConfig) -> Tensor | None:
     """Factors of the updates of each layer (layers, B): 0 for images that skip it, else what keeps the mean."""
     if not config.drop_path:
         return None
-    last = max(1, config.model.layers - 1)
-    drop = [config.drop_path * layer / last for layer in range(config.model.layers)]
-    kept = [(chance(number, config.seed, 100 + i) >= share) / (1 - share) for i, share in enumerate(drop)]
-    return torch.stack(kept)
+    layers = config.model.layers
+    drop = [config.drop_path * layer / max(1, layers - 1) for layer in range(layers)]
+    return torch.stack([(chance(number, config.seed, 100 + i) >= p) / (1 - p) for i, p in enumerate(drop)])
 
 
 def glance(model: ViT, images: Images, config: ImagesConfig, device: str) -> dict[str, Any]:
@@ -155,6 +149,6 @@ def measure(model: ViT, images: Images, batch: int, device: str | torch.device) 
         "loss": float(loss.mean()),
         "calibration_error": float(gap.abs().sum() / len(hit)),
         "confidence": float(confidence.mean()),
-        "accuracy_by_class": dict(zip(images.names, (hits / counts.clamp(min=1)).tolist(), strict=True)),
+        "accuracy_by_class": {images.names[i]: float(hits[i] / counts[i]) for i in counts.nonzero()[:, 0].tolist()},
         "routed_share": [float(sum(layer)) / len(hit) for layer in zip(*shares, strict=True)],
     }

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,10 @@ from depthgate.train.parallel import like
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-def capturable(config: TrainConfig, world: World) -> bool:
+def capturable(config: Any, world: World, experts: bool) -> bool:
     """True if a step can be a CUDA graph: one process, nothing that waits for the device (products of experts that
     tokens choose do in fp32), and no rate that is a Python number (Muon's is)."""
-    experts = any(config.model.experts_choose(kind) is False for kind in config.model.kinds)
-    plain = config.optimizer == "adamw" and (config.dtype == "bfloat16" or not experts)
+    plain = getattr(config, "optimizer", "adamw") == "adamw" and (config.dtype == "bfloat16" or not experts)
     return config.cuda_graph and world.size == 1 and world.device.startswith("cuda") and plain
 
 
@@ -27,7 +27,8 @@ def build(model: nn.Module, config: TrainConfig, world: World = ALONE) -> Optimi
     weights = dict(model.named_parameters())
     matrices = [n for n, w in weights.items() if w.ndim == 2 and _in_layers(n, w) and "router" not in n]
     muon = [weights.pop(name) for name in matrices] if config.optimizer == "muon" else []
-    first = adamw(weights, config, _in_layers, world.device if capturable(config, world) else "")
+    experts = any(config.model.experts_choose(kind) is False for kind in config.model.kinds)
+    first = adamw(weights, config, _in_layers, world.device if capturable(config, world, experts) else "")
     if not muon:
         return [first]
     # Muon's steps have a size of their own; this makes it that of AdamW's, so that one rate serves both.
