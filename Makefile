@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 # Files are compiled when they are first imported: most of torch never is, and the folder stays below 1 GB.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
+# Ctrl-C: what was installed stays.
+GOES_ON := trap 'echo "depthgate: interrupted; the same command goes on" >&2; exit 130' INT;
+
 .PHONY: setup demo test test-gpu check format bench clean
 
 setup: $(STAMP)
@@ -16,16 +19,16 @@ setup: $(STAMP)
 # is completed.
 $(BASE): pyproject.toml constraints.txt
 	@echo "depthgate: installing torch and a few small packages into $(VENV)"
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@$(PIP) torch hatchling editables
-	@$(PIP) --no-build-isolation -e .
+	@$(GOES_ON) $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	@$(GOES_ON) $(PIP) torch hatchling editables
+	@$(GOES_ON) $(PIP) --no-build-isolation -e .
 	@touch $@
 
 # What the tests need on top. What tests/vision.py finds lies in a folder of its own: trl does not work beside this
 # torchvision.
 $(STAMP): $(BASE)
 	@echo "depthgate: installing what the tests need into $(VENV)"
-	@$(PIP) --no-build-isolation -e ".[dev]"
+	@$(GOES_ON) $(PIP) --no-build-isolation -e ".[dev]"
 	@$(PIP) --no-deps --upgrade --target $(VENV)/vision timm torchvision vit-pytorch einops
 	@touch $@
 

@@ -169,7 +169,12 @@ def _words(argv: Sequence[str]) -> list[str]:
     name = re.compile(r"\A--[A-Za-z][\w.-]*(?==|\Z)")  # and not a text that begins so
     words = [name.sub(lambda found: f"--{found[0][2:].replace('-', '_')}", word) for word in argv]
     for i, word in enumerate(words):
-        if word in bare and words[i + 1 : i + 2] not in (["true"], ["false"]):
+        after = words[i + 1 : i + 2]
+        if (
+            word in bare
+            and after not in (["true"], ["false"])
+            and (argv[:1] == ["view"] or not after or after[0][:2] == "--")
+        ):
             words[i] = f"{word}=true"
     return words
 

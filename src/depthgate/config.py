@@ -134,7 +134,10 @@ class ModelConfig(Options):
 class RunConfig(Options):
     """A training run, of our own models or of a converted one."""
 
-    data: str = required("text file, glob, folder or .jsonl, also packed (.xz, .gz, .zst); or stdlib: Python's source")
+    data: str = required(
+        "text file, glob, folder or .jsonl, also packed (.xz, .gz, .zst); stdlib: Python's source. A .txt is cut into "
+        "documents at <|endoftext|>, or else at two blank lines, unless it is given as whole:FILE"
+    )
     out: str = required("folder of the run")
     steps: int = count(1000, "optimizer steps in all, also when a run is resumed")
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto: cuda where there is one")
@@ -327,15 +330,10 @@ class ViewConfig(Options):
 
     runs: list[str] = positional("folders of `depthgate train`, drawn over each other; or of one `depthgate isoflop`")
     model: str | None = option(None, "folder of a run, of one of its checkpoints, or of a converted model")
-    text: str | None = option(
-        None, "file to read; what the run held out, from its start, unless text or prompt is given"
-    )
+    text: str | None = option(None, "file to read; what the run held out unless text or prompt is given")
     prompt: str | None = option(None, "text to read, given here")
     images: str | None = option(None, "folder of images to show with a run of images; held-out ones unless given")
-    out: str | None = option(
-        None,
-        "file of the page; page.html, which replaces a page of before, unless given, or unless a picture is asked for",
-    )
+    out: str | None = option(None, "file of the page; page.html unless given, or none where a picture is asked for")
     png: str | None = option(None, "file of a picture")
     svg: str | None = option(None, "file of a picture for papers")
     title: str = option("", "heading of the page or picture; names of runs or of the model unless given")
@@ -365,9 +363,7 @@ class BenchConfig(Options):
     models: str = required("folders of runs or of Hugging Face models, dense or converted, separated by commas")
     data: str | None = option(None, "text, as for depthgate train; what the first model's run held out unless given")
     batch: str | int = option("1,8", "numbers of sequences computed at once, separated by commas")
-    context: str | int | None = option(
-        None, "tokens read of each sequence, separated by commas; 512 or what fits unless given"
-    )
+    context: str | int | None = option(None, "tokens read of a sequence, or several numbers; unless given 512, or less")
     new_tokens: int = count(32, "tokens of each that are decoded")
     repeats: int = count(5, "how often the text is read")
     dtype: str = choice("auto", DTYPES, "float32, bfloat16, or auto: float32 on a CPU, else as a model is stored")

@@ -60,7 +60,8 @@ def near(name: Any, known: Iterable[str], least: float = 0.6) -> str:
     where none is as near as `least`."""
     known, wanted = list(known), _HERE.get(str(name).strip("-").removeprefix("model."))
     found = [each for each in known if wanted and each.strip("-").removeprefix("model.") == wanted]
-    found = found or difflib.get_close_matches(str(name), known, 1, least)
+    spelled = difflib.get_close_matches(str(name), known, 3, least)  # first one of the same letters
+    found = found or sorted(spelled, key=lambda each: sorted(each) != sorted(str(name)))
     return f": did you mean {found[0]}?" if found else ""
 
 

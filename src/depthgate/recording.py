@@ -58,6 +58,14 @@ class RecordedPlans(Sequence[Plan]):
             raise DepthgateError(f"no plan of {at!r}: there are those of {', '.join(map(repr, self.names))}")
         return plans[self.names.index(at)]
 
+    def __add__(self, other: Sequence[Plan]) -> "RecordedPlans":
+        found = RecordedPlans((*self._plans, *other))
+        found.names = [*self.names, *(other.names if isinstance(other, RecordedPlans) else [""] * len(other))]
+        return found
+
+    def __radd__(self, other: Sequence[Plan]) -> "RecordedPlans":
+        return RecordedPlans(tuple(other)) + self
+
     def __len__(self) -> int:
         return len(self._plans)
 

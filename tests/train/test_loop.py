@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_its_own_options(tmp_path, data, capsys):
     assert train(tmp_path / "whole", data, 10, "--lr=0.002", "--model.key_shift=false") == 0
     assert train(tmp_path / "a", data, 5, "--lr=0.002", "--model.key_shift=false") == 0
     size = sum(len(json.loads(line)["text"]) for line in Path(data).read_text().splitlines())
-    told = f"data {data}: {size:,} bytes, 12 documents, {size + 12:,} tokens, "  # each ends with a token of its own
+    told = f"data {data}: {size:,} bytes of text, 12 documents, {size + 12:,} tokens, "  # each with one that ends it
     assert told in capsys.readouterr().err
     again = ["train", "--resume", "--out", str(tmp_path / "a")]
     assert main(again) == 0

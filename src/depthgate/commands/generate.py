@@ -83,6 +83,8 @@ def _show(stream: Generator[Event], todo: list[Generation], model: LoadedDecoder
             last = int(found.depths[0, -1])
             whole = _digits(result, prompt, last) if digits else _by_depth(result, model.config, last)
         print(whole if digits else whole[len(shown) :])
+        if result.finish == "context":
+            print(f"depthgate: the context of {model.config.context} tokens is full", file=sys.stderr)
     if depth:
         shape = model.config
         depths = range(shape.layers - len(shape.routed), shape.layers + 1)

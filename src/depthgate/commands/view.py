@@ -37,7 +37,8 @@ def run(config: ViewConfig, as_json: bool) -> None:
         print(json.dumps({"page": page}) if as_json else page)
         return
     outs = check_outs(config.page, config.png, config.svg)
-    if config.out is None and config.page is not None and not _replaceable(Path(config.page)):
+    named = config.out is not None and Path(config.out).suffix in (".html", ".htm")  # then any page is replaced
+    if config.page is not None and not named and not _replaceable(Path(config.page)):
         raise DepthgateError(f"{config.page} is there, and is not a page of depthgate: name another file with --out")
     if config.model is not None:
         make_page, draw, told = _model(config, config.model)
@@ -54,8 +55,8 @@ def run(config: ViewConfig, as_json: bool) -> None:
 
 
 def _replaceable(page: Path) -> bool:
-    """True where there is no file yet, or one of our pages: the name was not asked for, so no other file is lost."""
-    return not page.exists() or b'content="depthgate"' in page.read_bytes()[:500]
+    """True where there is no file yet, or one of our pages: no other file is lost."""
+    return not page.is_file() or b'content="depthgate"' in page.read_bytes()[:500]
 
 
 def _study(study: Path, config: ViewConfig) -> str:

@@ -135,7 +135,8 @@ def prepare(data: str, tokenizer: TextTokenizer, validation: str | None = None) 
 def told(data: str, trained: Documents, held: Documents | None = None) -> str:
     """A line on the text of a run: bytes, documents and tokens, how many are held out, and how files were cut."""
     file = trained.file
-    size = f"{file.text_bytes:,} bytes, {file.documents:,} document{'s' * (file.documents > 1)}, {len(file):,} tokens"
+    documents = f"{file.documents:,} document{'s' * (file.documents > 1)}"
+    size = f"{file.text_bytes:,} bytes of text, {documents}, {len(file):,} tokens"
     if held is not None:
         size += f", {len(held):,} {'of them held out' if held.file is file else 'more to validate on'}"
     return f"data {data}: {size}{cut_note(data, file.documents)}"

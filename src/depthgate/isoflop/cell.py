@@ -43,7 +43,7 @@ _NUMBERS = ("budget", "params", "seed", "loss", "loss_causal", "seconds", "flops
 
 def say(line: str) -> None:
     """Tell the user how far the study is."""
-    print(line, file=sys.stderr, flush=True)
+    print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: other cells write there, too
 
 
 def read_row(text: str, known: Mapping[str, Any], path: Path) -> Row:

@@ -212,7 +212,7 @@ class Study:
                     left = sum(waiting) / speed(rows.values()) / max(1, min(self.at_once, len(waiting)))
                     what = "error in percent" if self.config.images else "causal loss"
                     found = f"{what} {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
-                    say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; about {duration(left)} left")
+                    say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; up to about {duration(left)} left")
         return list(rows.values())
 
     def _keep(self, rows: Collection[Row], cells: Sequence[Cell]) -> None:

@@ -58,7 +58,8 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
             if not new:
                 _check_goes_on(config, resume, path)
             if resume and not steps:
-                print(f"depthgate: nothing to resume in {run}: starting at step 0", file=sys.stderr)
+                lost = "; the steps that its metrics.jsonl tells of were not saved" * (run / METRICS).exists()
+                print(f"depthgate: nothing to resume in {run}: starting at step 0{lost}", file=sys.stderr)
             with suppress(OSError):
                 before = path.read_bytes()
             try:
@@ -79,6 +80,8 @@ def _is_new(run: Path, path: Path) -> bool:
     """True for a folder without a run, whose configuration would be in `path`; one with other files is refused."""
     if path.exists() or (run.is_dir() and checkpoint.steps(run)):
         return False
+    if checkpoint.steps(run.parent):
+        raise DepthgateError(f"out is {run}, within the folder of the run {run.parent}: choose another folder")
     if run.exists() and not run.is_dir():
         raise DepthgateError(f"out is {run}, which is not a folder: choose another name")
     if run.is_dir() and (runs := checkpoint.runs_in(run)):
@@ -98,15 +101,19 @@ def _check_goes_on(config: RunConfig, resume: bool, path: Path) -> None:
     try:
         recorded = from_json(path.read_bytes(), path)
     except (OSError, DepthgateError) as error:
+        why = f"{path} cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
         if not checkpoint.steps(run):
-            raise DepthgateError(f"cannot read {path} ({error}): the run cannot go on; choose another --out") from None
+            raise DepthgateError(f"{why}: the run cannot go on; choose another --out") from None
         # That of the checkpoint is compared once it is read.
-        warnings.warn(f"{error}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=4)
+        warnings.warn(f"{why}\nthe configuration in the newest checkpoint is used", DepthgateWarning, stacklevel=4)
         return
     check_same(plain(config), as_written_now(recorded), run)
-    if config.schedule_steps is None and recorded.get("steps") != config.steps:
-        was = f"the learning rate was scheduled for {recorded.get('steps')} steps and is now for {config.steps}"
-        warnings.warn(f"{was}: --schedule_steps keeps it as it was", DepthgateWarning, stacklevel=4)
+    done, before = max(checkpoint.steps(run), default=0), recorded.get("steps")
+    if config.schedule_steps is None and before != config.steps and 0 < done < config.steps:
+        was = (
+            f"the learning rate was scheduled for {before} steps and is now for {config.steps}, so that it rises again"
+        )
+        warnings.warn(f"{was}; runs that may go on are started with --schedule_steps", DepthgateWarning, stacklevel=4)
 
 
 def _undo(path: Path, new: bool, before: bytes | None, made: list[Path]) -> None:

@@ -111,10 +111,9 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
         if not path.is_dir():
             raise DepthgateError(f"{path} is not a folder: give a run of `depthgate train`, or a model by --model")
         if not (path / METRICS).is_file():
-            runs = ", ".join(sorted(str(inside.parent) for inside in path.glob(f"*/{METRICS}"))[:9])
-            remedy = (
-                f"it holds runs, name some of them: {runs}" if runs else f"it has no {METRICS} of `depthgate train`"
-            )
+            runs = sorted(str(inside.parent) for inside in path.glob(f"*/{METRICS}"))
+            named = f"it holds runs, name some of them: {', '.join(runs[:9])}{' ...' * (len(runs) > 9)}"
+            remedy = named if runs else f"it has no {METRICS} of `depthgate train`"
             raise DepthgateError(f"{path} is not a run: {remedy}")
     parts = [path.absolute().parts for path in paths]
     depth = next((n for n in range(1, max(map(len, parts))) if len({p[-n:] for p in parts}) == len(parts)), None)
