@@ -224,9 +224,8 @@ def test_coloured_tokens_agree_with_the_plans(home: Path, finished: Path, mod: P
     # After a few steps the causal rule routes next to nothing: have it route about half, and look again.
     for _ in range(4):
         for i, plan in enumerate(model(rows, causal=True).plans):
-            model.layers[2 * i + 1].router.rule.average += (
-                plan.decision.median() * model.layers[2 * i + 1].router.rule.weight
-            )
+            rule = model.layers[2 * i + 1].router.rule  # a little off the median: no decision lies within rounding of 0
+            rule.average += (plan.decision.median() - 1e-4) * rule.weight
     seen = read(model, ids)
     assert 384 < check(routed_text(seen.tokens, seen.through, 2, "routed layer")) < 1.5 * 768
 

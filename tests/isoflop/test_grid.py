@@ -106,7 +106,7 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
         ({"budgets": "nan"}, "budgets is nan"),
         ({"sizes": 0}, "sizes is 0"),
         ({"batch": 0}, "batch is 0"),
-        ({"variants": "dense,mdo"}, "did you mean moe"),
+        ({"variants": "dense,mdo"}, "did you mean mod"),
         ({"variants": "dense,dense"}, "stands twice"),
         ({"variants": "mod:capacity=2"}, "capacity is 2"),
         ({"variants": "mod:dim=64"}, "not an option that a variant can set"),

@@ -258,7 +258,7 @@ def calibrations(rows: Iterable[Row]) -> list[Verdict]:
         halves = [
             dict(means((r["params"], r["loss_causal"]) for r in mine if r["seed"] in seeds[n::2])) for n in (0, 1)
         ]
-        gains = [1 - halves[1][size] / halves[0][size] for size in sorted(halves[0].keys() & halves[1].keys())]
+        gains = [1 - halves[1][size] / loss for size, loss in sorted(halves[0].items()) if loss and size in halves[1]]
         if len(gains) > 1:
             found.append(Verdict(budget, AGAIN, "", *paired(gains)))
         elif len(seeds) > 1:
@@ -274,9 +274,7 @@ def seed_by_seed(rows: Sequence[Row]) -> dict[str, tuple[int, float, Interval]]:
     first = baseline(names) or names[0]
     found = {}
     for name in names:
-        gains = [
-            1 - loss / known[first, seed] for (at, seed), loss in known.items() if at == name and (first, seed) in known
-        ]
+        gains = [1 - loss / known[first, s] for (at, s), loss in known.items() if at == name and known.get((first, s))]
         if name != first and gains:
             found[name] = (len(gains), *paired(gains))
     return found

@@ -80,7 +80,7 @@ def _is_new(run: Path, path: Path) -> bool:
     """True for a folder without a run, whose configuration would be in `path`; one with other files is refused."""
     if path.exists() or (run.is_dir() and checkpoint.steps(run)):
         return False
-    if checkpoint.steps(run.parent):
+    if run.parent.is_dir() and checkpoint.steps(run.parent):
         raise DepthgateError(f"out is {run}, within the folder of the run {run.parent}: choose another folder")
     if run.exists() and not run.is_dir():
         raise DepthgateError(f"out is {run}, which is not a folder: choose another name")
@@ -101,7 +101,7 @@ def _check_goes_on(config: RunConfig, resume: bool, path: Path) -> None:
     try:
         recorded = from_json(path.read_bytes(), path)
     except (OSError, DepthgateError) as error:
-        why = f"{path} cannot be read ({error.strerror})" if isinstance(error, OSError) else str(error)
+        why = f"cannot read {path} ({error.strerror if isinstance(error, OSError) else error})"
         if not checkpoint.steps(run):
             raise DepthgateError(f"{why}: the run cannot go on; choose another --out") from None
         # That of the checkpoint is compared once it is read.
