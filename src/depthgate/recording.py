@@ -94,7 +94,8 @@ class RecordedPlans(Sequence[Plan]):
 
 def _to(plan: Plan, device: str | torch.device | None) -> Plan:
     tensors: dict[str, Any] = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
-    return plan._replace(**{name: each.detach().to(device) for name, each in tensors.items()})
+    kept = {name: None if name == "taken" else each.detach().to(device) for name, each in tensors.items()}
+    return plan._replace(**kept)
 
 
 def record(model: nn.Module) -> RecordedPlans:

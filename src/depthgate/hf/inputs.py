@@ -22,7 +22,7 @@ MODES: dict[str, bool | None] = {"auto": None, "causal": True, "top_k": False}  
 class Tokens(NamedTuple):
     """The tokens of one call of the decoder."""
 
-    valid: Tensor | None  # (B, T) bool, False at padding; None: no padding
+    pos: Tensor | None  # (B, T) place in the call, -1 at padding; None: no padding
     doc: Tensor | None  # (B, T) the first token of each token's document; None: one a row
     causal: bool | None  # None: route causally unless the model is in training mode
     max_documents: int | None = None  # the most documents a row holds, where the caller knows
@@ -59,7 +59,8 @@ def hand_down(names: tuple[str, ...], decoder: Any, args: tuple[Any, ...], kwarg
         kwargs["attention_mask"] = mask.expand(len(tokens), -1) if len(mask) == 1 else mask  # one for all rows
     mask = mask if padding is None else padding
     valid = None if mask is None else valid_tokens(mask, tokens.shape[:2])
-    return Tokens(valid, doc, causal, most, decoder.config.depthgate["rule_loss"] if weight is None else weight)
+    pos = None if valid is None else torch.arange(valid.shape[1], device=valid.device).where(valid, -1)
+    return Tokens(pos, doc, causal, most, decoder.config.depthgate["rule_loss"] if weight is None else weight)
 
 
 def _check(given: dict[str, Any], config: Any) -> None:
@@ -132,13 +133,20 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
 
 
 def attention_keywords(
-    kind: str, query: Tensor, key: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype
+    kind: str,
+    query: Tensor,
+    key: Tensor,
+    first: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+    newest: bool = False,
 ) -> dict[str, Any]:
     """Keywords that tell this kind of attention which keys (A, K) each query (A, Q) looks at. Both are given by their
     slots, their places in the text; without a cache they are the same tensor. Empty slots, -1, come last in a row.
 
     first (A, Q): the earliest slot that a query looks at, where a row holds several documents.
     window: the number of slots that a query looks back, its own included.
+    newest: True if queries are the last tokens of their rows, one in each, and none is empty.
     """
     if "flash" in kind:
         if window is not None:
@@ -155,6 +163,8 @@ def attention_keywords(
     if kind == "sdpa" and key is query and first is None and window is None:
         # It is causal by itself, and fastest so: empty slots come last, where no token looks.
         return {"attention_mask": None}
+    if kind == "sdpa" and newest and first is None and window is None:
+        return {"attention_mask": (key >= 0)[:, None, None]}
     first = torch.zeros_like(query) if first is None else first
     if window is not None:
         first = first.maximum(query - window + 1)

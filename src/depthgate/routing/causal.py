@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count, check_number
 from depthgate.flops import predictor_hidden
+from depthgate.ops.rows import linear
 from depthgate.ops.select import budgets
 
 Mask = Tensor | None  # bool
@@ -43,8 +44,7 @@ class _Linear(nn.Linear):
         if self.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             return (wide * self.weight[0]).sum(-1, keepdim=True) + self.bias
-        # With its bias a product of three dims is a view on CPU, which FSDP2 warns of in what a module returns.
-        return F.linear(x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
+        return linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class Predictor(nn.Module):
@@ -88,7 +88,7 @@ class Threshold(nn.Module):
     @property
     def threshold(self) -> Tensor:
         """(E,) the average without the pull of its zero start; -inf before the first update."""
-        return torch.where(self.weight > 0, self.average / self.weight, -torch.inf)
+        return (self.average / self.weight).nan_to_num(-torch.inf, torch.inf, -torch.inf)  # 0 / 0 before it
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         return scores.detach() - self.threshold.to(scores.dtype)

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
-from depthgate.ops.rows import check_per_token, check_tokens, inverse_for_gathering, plain_positions, take_rows
+from depthgate.ops.rows import (
+    check_per_token,
+    check_tokens,
+    flat_index,
+    inverse_for_gathering,
+    linear,
+    plain_positions,
+    take_rows,
+)
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
@@ -47,9 +55,8 @@ class Scorer(nn.Module):
             if len(weight) == 1 and torch.compiler.is_compiling():
                 # The compiler fuses this with the cast to fp32; for a product it would write all tokens in fp32 first.
                 scores = (x * weight[0]).sum(-1, keepdim=True)
-            else:
-                scores = F.linear(x, weight)
-            return scores if self.bias is None else scores + self.bias.to(x.dtype)
+                return scores if self.bias is None else scores + self.bias.to(x.dtype)
+            return linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def extra_repr(self) -> str:
         return f"dim={self.weight.shape[1]}, outputs={len(self.weight)}, bias={self.bias is not None}"
@@ -177,25 +184,29 @@ class TopTokens(nn.Module):
                 scores = self._ranked(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
         decision = checked(self.rule(tokens, scores), scores.shape, "rule")
-        ranked, wanted = scores.detach(), decision.detach() >= 0
-        if keep is not None:
-            ranked = torch.where(keep[..., None], torch.inf, ranked)
-            wanted = wanted | keep[..., None]
         if causal:
+            wanted = decision.detach() >= 0
+            wanted = wanted if keep is None else wanted | keep[..., None]
             marked = self._by_pool(wanted if valid is None else wanted & valid[..., None])
-            taken: _Taken = (*compact(marked, _slots_for(marked, fewest_slots) if slots is None else slots), None)
-        elif self.pool == "batch":
-            taken = self._choose(self._by_pool(ranked), None if valid is None else valid.reshape(1, -1), None, None)
+            chosen, filled, slot = _marked_slots(marked, fewest_slots, slots)
         else:
-            taken = self._choose(ranked.mT, valid, doc, max_documents)
-        chosen, filled, slot = taken
-        picked = self._routed_scores(x, chosen, filled, slot) if sparse else self._by_pool(scores).gather(2, chosen)
+            ranked = scores.detach() if keep is None else torch.where(keep[..., None], torch.inf, scores.detach())
+            of_batch = self.pool == "batch"
+            among = valid.reshape(1, -1) if of_batch and valid is not None else valid
+            apart = (None, None) if of_batch else (doc, max_documents)
+            chosen, filled, slot = self._choose(self._by_pool(ranked), among, *apart)
+        flat, rows = flat_index(chosen.flatten(1), x.shape[:2].numel() // max(1, len(chosen))), None
+        if sparse:  # the scores of routed tokens, computed again from them alone
+            known = None if slot is None or filled is not None else slot.mT
+            rows = take_rows(x, chosen[:, 0], inverse_for_gathering(known, x), flat)
+            picked = self.proj(self._features(rows, None if filled is None else filled[:, 0])).mT
+        else:
+            picked = self._by_pool(scores).gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked.shape, "gate")
-        if filled is not None:
-            gates = torch.where(filled, gates, 0.0)
+        gates = gates if filled is None else gates * filled
         slot = None if slot is None else slot.mT.reshape(scores.shape)
-        return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep)
+        return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep, flat, rows)
 
     def decide(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N, D) at positions (N,), each by itself: True where the causal rule routes it (N, E), and gates."""
@@ -214,12 +225,6 @@ class TopTokens(nn.Module):
 
     def _ranked(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1) if self.across_experts else logits
-
-    def _routed_scores(self, x: Tensor, chosen: Tensor, filled: Tensor | None, slot: Tensor | None) -> Tensor:
-        """The scores (B, 1, C) of routed tokens, computed again from them alone."""
-        rows = take_rows(x, chosen[:, 0], inverse_for_gathering(None if slot is None else slot.mT, x))
-        scores: Tensor = self.proj(self._features(rows, None if filled is None else filled[:, 0]))
-        return scores.mT
 
     def _choose(self, ranked: Tensor, valid: Tensor | None, doc: Tensor | None, max_documents: int | None) -> _Taken:
         """ranked (B, E, T) -> the top k."""
@@ -251,6 +256,15 @@ class TopTokens(nn.Module):
         taken = self._by_pool(ranked).gather(2, plan.tokens)
         taken = taken if plan.filled is None else torch.where(plan.filled, taken, torch.inf)
         self.rule.move(taken.amin((0, 2)), True if unless is None else ~unless)
+
+
+def _marked_slots(marked: Tensor, fewest: int, slots: int | None) -> _Taken:
+    """Tokens that are marked (P, E, tokens of a pool), in so many slots, or in as many as are needed."""
+    if slots is None and marked.shape[:2] == (1, 1) and not torch.compiler.is_compiling():
+        found = marked[0].nonzero()[None, None, :, 1]  # waits for the device, and leaves no slot empty
+        if found.shape[2] >= max(fewest, int(torch.is_grad_enabled())):
+            return found, None, None
+    return *compact(marked, _slots_for(marked, fewest) if slots is None else slots), None
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
