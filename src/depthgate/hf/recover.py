@@ -53,8 +53,9 @@ class Recovery:
         self.model: Any = language.model
         self.teacher = self._teacher()
         self._stored: torch.dtype = self.model.dtype
-        share = self.model.config.depthgate["rule_loss"] / config.accumulate  # every part of a batch adds it
-        self._routing: dict[str, Any] = {"max_documents": max_documents, "rule_loss": share}
+        self._routing: dict[str, Any] = {"max_documents": max_documents}
+        if language.routed:  # every part of a batch adds it
+            self._routing["rule_loss"] = self.model.config.depthgate["rule_loss"] / config.accumulate
         torch.manual_seed(config.seed)
         self._adapted = _with_lora(self.model, config.rank) if config.train == "lora" else None
         if config.train == "full" or config.dtype == "float32":
@@ -67,7 +68,7 @@ class Recovery:
             if learns:
                 weight.data = weight.data.float()
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
-        self._goals = [config.capacity or layer.depth_router.capacity for layer in language.routed]
+        self._goals = [config.capacity or layer.depth_router.capacity for layer in language.routed] or [1.0]
         self.goal = sum(self._goals) / len(self._goals)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -94,18 +95,20 @@ class Recovery:
     @property
     def capacity(self) -> float:
         """Share of the tokens that routed layers take now, in the mean."""
-        return sum(layer.depth_router.capacity for layer in self.language.routed) / len(self._goals)
+        found = [layer.depth_router.capacity for layer in self.language.routed] or [1.0]
+        return sum(found) / len(found)
 
     def set_capacity(self, capacity: float) -> None:
         """Let routed layers take another share from now on, in the mean; each falls from 1 to its own goal."""
         left = (capacity - self.goal) / (1 - self.goal) if self.goal < 1 else 0.0
         if self.config.compile:  # a graph for each of a few capacities
             left = math.ceil(_CAPACITIES * left - 1e-9) / _CAPACITIES
-        set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
+        if self.language.routed:
+            set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
 
     def calibrate(self, packed: Packed) -> None:
         """Calibrate the routers of a new run, if the configuration asks for it."""
-        if self.config.calibrate:
+        if self.config.calibrate and self.language.routed:
             rows = packed.rows(range(-(-self.config.calibrate // self.config.seq)))
             with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled for it
                 calibrate_rows(self.language, rows)
@@ -158,6 +161,8 @@ class Recovery:
 
         def write(part: Path) -> None:
             copy_tokenizer(find_tokenizer(source), source, part)
+            if not self.language.routed:
+                return
             last = json.loads((folder / METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
             write_card(part, folder.name, self.model, "finetune", self.config, last)
 
