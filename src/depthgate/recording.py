@@ -94,8 +94,8 @@ class RecordedPlans(Sequence[Plan]):
 
 def _to(plan: Plan, device: str | torch.device | None) -> Plan:
     tensors: dict[str, Any] = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
-    kept: dict[str, Any] = {name: each.detach().to(device) for name, each in tensors.items() if name != "taken"}
-    return plan._replace(**kept, **({"taken": None} if "taken" in tensors else {}))
+    kept: dict[str, Any] = {n: None if n == "taken" else each.detach().to(device) for n, each in tensors.items()}
+    return plan._replace(**kept)
 
 
 def record(model: nn.Module) -> RecordedPlans:

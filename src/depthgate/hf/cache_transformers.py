@@ -1,11 +1,8 @@
 """Layers of a transformers cache that keep the tokens which entered a routed layer, each with its slot.
 
-A token's slot is its place in the text, padding counted, as transformers counts. Rows hold different tokens, and
-different numbers of them. `cumulative_length`, the length of a layer, is the number of tokens the model has seen.
-
-    RaggedLayer                     holds only what entered, and grows with it
-    RaggedWindowLayer               the same, without what has left the window of attention
-    FixedLayer, FixedWindowLayer    a place for every token, as a compiled step needs; they save nothing
+A token's slot is its place in the text, padding counted. Rows hold different tokens, and different numbers of them.
+`cumulative_length`, the length of a layer, is the number of tokens the model has seen. Ragged layers hold what entered;
+fixed ones have a place for every token, as a compiled step needs, and save nothing.
 """
 
 from typing import Any
@@ -77,18 +74,16 @@ class RaggedLayer(_Slotted, DynamicLayer):  # type: ignore[misc]
             return slots
         held = slots.new_full((batch, 0), -1) if self.slots is None else _writable(self.slots)
         row = torch.arange(batch, device=slots.device) if rows is None else rows
-        real, count = None if all_real else slots >= 0, (held >= 0).sum(1)
-        self.most += C
+        count, self.most = (held >= 0).sum(1), self.most + C
         if self.most >= held.shape[1]:  # the last place is for tokens that are not kept
-            new = torch.full_like(row, C) if real is None else real.sum(1)
-            self.most = int(count.index_add(0, row, new).max())  # waits for the device, once for many tokens
+            # Waits for the device, once for many tokens.
+            self.most = int(count.index_add(0, row, (slots >= 0).sum(1)).max())
         if self.most >= held.shape[1]:
             spare = max(1, min(_ROOM, self.most // 4 if held.shape[1] else 0))
             held = F.pad(held, (0, self.most + spare - held.shape[1]), value=-1)
-        if real is None:
-            place = (count if rows is None else count[row])[:, None] + torch.arange(C, device=slots.device)
-        else:
-            place = torch.where(real, count[row][:, None] + real.cumsum(1) - 1, held.shape[1] - 1)
+        place = (count if rows is None else count[row])[:, None] + torch.arange(C, device=slots.device)
+        if not all_real:
+            place = torch.where(slots >= 0, place - (slots < 0).cumsum(1), held.shape[1] - 1)
         index = row[:, None].expand_as(slots), place
         self.slots, self._next = _put(held, index, slots), (rows, index)
         return self.slots[:, : self.most] if rows is None else self.slots[rows, : self.most]

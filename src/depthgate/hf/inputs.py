@@ -1,8 +1,5 @@
-"""Facts about tokens that a routed layer cannot see: padding, documents, and how tokens are to be chosen.
-
-The decoder reads them from its own arguments and hands them down to the layers as one more keyword.
-A token may attend to earlier tokens of its document, within the window; each kind of attention is told in its own way.
-"""
+"""Facts about tokens that a routed layer cannot see: padding, documents, how they are chosen, and where they look. The
+decoder hands them down to its layers as one more keyword."""
 
 from typing import Any, NamedTuple
 
@@ -14,8 +11,6 @@ from depthgate.errors import DepthgateError, InvalidValueError, check_choice
 
 KEYWORD = "depthgate_tokens"
 PADDING = "token_mask"  # (B, T), 0 at padding, next to an attention_mask that is ready for use
-
-
 MODES: dict[str, bool | None] = {"auto": None, "causal": True, "top_k": False}  # routing_mode -> Tokens.causal
 
 
@@ -133,21 +128,12 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
 
 
 def attention_keywords(
-    kind: str,
-    query: Tensor,
-    key: Tensor,
-    first: Tensor | None,
-    window: int | None,
-    dtype: torch.dtype,
-    newest: bool = False,
+    kind: str, query: Tensor, key: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype, newest: bool
 ) -> dict[str, Any]:
     """Keywords that tell this kind of attention which keys (A, K) each query (A, Q) looks at. Both are given by their
     slots, their places in the text; without a cache they are the same tensor. Empty slots, -1, come last in a row.
-
-    first (A, Q): the earliest slot that a query looks at, where a row holds several documents.
-    window: the number of slots that a query looks back, its own included.
-    newest: True if queries are the last tokens of their rows, one in each, and none is empty.
-    """
+    first (A, Q): the earliest slot that a query looks at, where a row holds several documents. window: how many slots
+    back, its own included. newest: queries are the last tokens of their rows, one in each, and none is empty."""
     if "flash" in kind:
         if window is not None:
             remedy = f"for texts longer than the window ({window}) call model.set_attn_implementation('sdpa')"

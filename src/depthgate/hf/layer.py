@@ -1,9 +1,5 @@
-"""A decoder layer of transformers that only some tokens enter: a class to put in front of the layer's own.
-
-    layer.__class__ = type("MoD...", (RoutedLayer, type(layer)), {...})
-
-Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
-"""
+"""A decoder layer of transformers that only some tokens enter: a class to put in front of the layer's own. Parameters
+keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan."""
 
 import math
 from collections.abc import Callable
@@ -75,10 +71,9 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             from depthgate.hf.cache_transformers import store_of
 
             store = store_of(keywords[self.family.cache], self._attention.layer_idx)
-        B, T, _ = x.shape
+        (B, T, _), slots = x.shape, None
         causal = not self.training if tokens.causal is None else tokens.causal
         documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
-        slots = None
         if causal and tokens.lacking is not None and torch.compiler.is_compiling():
             slots = _bounded_slots(self.depth_router, T)
         elif causal and T == 1 < B:
@@ -123,8 +118,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         if keywords.get("position_ids") is not None:
             rotated = keywords.get("position_embeddings") is not None and "flash" not in kind  # then they are not read
             keywords["position_ids"] = None if rotated else pick(keywords["position_ids"])
-        old = pick(x) if plan.taken is None else plan.taken
-        given = old
+        given = old = pick(x) if plan.taken is None else plan.taken
         if plan.filled is not None and plan.valid is not None:  # whatever lies in padding
             given = old.masked_fill(~plan.filled[:, 0, :, None], 0)
         with without_cudnn(x.is_cuda and key is not query and not static):
@@ -169,13 +163,9 @@ def _computed_rows(plan: Slots, tokens: int) -> tuple[Tensor | None, Slots]:
 
 
 def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:
-    """y, through which the causal rule learns from a plan of training, in training loops that know nothing of plans.
-
-    When a gradient comes back through it, the rule's loss adds its own, or the threshold moves: once a step, with any
-    kind of activation checkpointing. The scale of a gradient scaler and the number of accumulated batches are not known
-    here: a call may give another `rule_loss`. Where no gradient comes back, below the first weight that is trained,
-    thresholds stay; and each process moves its own.
-    """
+    """y, through which the causal rule learns from a plan of training, in training loops that know nothing of plans:
+    when a gradient comes back through it, once a step with any kind of activation checkpointing, the rule's loss adds
+    its own, or the threshold moves, in each process by itself."""
     if not router.training or not torch.is_grad_enabled() or not y.requires_grad:
         return y
     rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy

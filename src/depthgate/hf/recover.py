@@ -2,10 +2,9 @@
 
 `Recovery` is a task of the training loop (depthgate.train.loop), which `depthgate finetune` runs.
 
-A router of zeros ranks all tokens alike, and the top k are then the first of each document. A calibrated one begins
-with a guess: the tokens that its layer changes most, as far as a linear function of the token tells it.
-Routers look at tokens as they are. In a pretrained model some channels are a thousand times larger than others, and
-one step of AdamW would turn a router over; a scaled one learns as if every channel had the size 1.
+A router of zeros ranks all tokens alike; a calibrated one begins with those that its layer changes most, as far as a
+linear function of the token tells it. In a pretrained model some channels are a thousand times larger than others, and
+one step of AdamW would turn a router over: a scaled one learns as if every channel had the size 1.
 """
 
 import json
@@ -92,17 +91,12 @@ class Recovery:
         dense = cast(dense, getattr(torch, self.config.dtype)).to(self.device).requires_grad_(False)
         return HFLanguageModel(dense, self.language.tokenizer, self.language.context)
 
-    @property
-    def capacity(self) -> float:
-        """Share of the tokens that routed layers take now, in the mean."""
-        found = [layer.depth_router.capacity for layer in self.language.routed] or [1.0]
-        return sum(found) / len(found)
-
     def set_capacity(self, capacity: float) -> None:
         """Let routed layers take another share from now on, in the mean; each falls from 1 to its own goal."""
         left = (capacity - self.goal) / (1 - self.goal) if self.goal < 1 else 0.0
         if self.config.compile:  # a graph for each of a few capacities
             left = math.ceil(_CAPACITIES * left - 1e-9) / _CAPACITIES
+        self.capacity = self.goal + (1 - self.goal) * left
         if self.language.routed:
             set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
 
@@ -221,12 +215,9 @@ def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
 @torch.no_grad()
 def calibrate(model: Any, batch: Any) -> None:
     """Set the routers of a converted model from what its layers, all dense, do to the tokens of a batch: token ids
-    (B, T) or a dict of the model's inputs. Each then begins with the tokens that its layer changes most, and the rules
-    `scores` and `threshold` route its capacity of them; a predictor has to learn it.
-
-    A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function of
-    the token tells it. The first token of a text is changed little, but all others look at it: it is put first.
-    """
+    (B, T) or a dict of the model's inputs. A score is the logarithm of how much its layer changes a token, |f(x) - x| /
+    |x|, as well as a linear function of the token tells it; the first of a text, where all others look, is put first.
+    The rules `scores` and `threshold` then route the capacity; a predictor has to learn it."""
     layers = routed_layers(model)
     if not layers:
         raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")

@@ -8,7 +8,6 @@ travel with their tokens; negative means padding. Checks look at shapes and dtyp
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from depthgate.errors import InvalidValueError
@@ -27,11 +26,6 @@ def _shaped(x: Tensor, *shape: int) -> Tensor:
     return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear of tokens (..., D) as one operation, and as a tensor of its own."""
-    return _shaped(F.linear(x.reshape(-1, x.shape[-1]), weight, bias), *x.shape[:-1], len(weight))
-
-
 def inverse_for_gathering(slot: Tensor | None, x: Tensor) -> Tensor | None:
     """slot (B, T, E) -> (B, T), where compiled CUDA code fuses gathers into what reads them: a gather by this inverse
     then writes no zeros and adds nothing by atomics. None where a scatter, which reads fewer rows, is better."""
@@ -40,11 +34,9 @@ def inverse_for_gathering(slot: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None, flat: Tensor | None = None) -> Tensor:
-    """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]].
-
+    """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]]. flat: flat_index(index, T).
     With the `inverse` (B, T) of `index`, -1 for tokens that are not taken, gradients come back by a gather; those of a
-    row that it does not name are dropped. flat: flat_index(index, T), where it is known.
-    """
+    row that it does not name are dropped."""
     if inverse is not None:
         return _Gather.apply(x, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
     B, T = x.shape[:2]

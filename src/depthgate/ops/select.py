@@ -5,6 +5,7 @@ and compiler that sorts keys right chooses the same tokens. Twins: `reference.to
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -150,13 +151,7 @@ def _choose_on_cuda(
 
 
 @_choose_on_cuda.register_fake
-def _(
-    scores: Tensor,
-    valid: Tensor | None,  # noqa: ARG001
-    doc: Tensor | None,  # noqa: ARG001
-    budgets: Tensor | None,  # noqa: ARG001
-    slots: int,
-) -> list[Tensor]:
-    shape = (*scores.shape[:2], slots)
+def _(scores: Tensor, *others: Any) -> list[Tensor]:
+    shape = (*scores.shape[:2], others[-1])
     index, filled = scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape, dtype=torch.bool)
     return [index, filled, scores.new_empty(scores.shape, dtype=torch.int64)]

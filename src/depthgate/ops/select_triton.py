@@ -59,8 +59,7 @@ def _choose(scores, valid, doc, budgets, index, filled, slot, T, C, experts, BLO
 def choose(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor | None, slots: int
 ) -> list[Tensor]:
-    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: how many a document of n tokens gets, None
-    if each gets all slots
+    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: of a document of n tokens; None: all slots
     -> index and filled (B, E, slots), slot (B, E, T): the slot of each token, -1 for none."""
     B, E, T = scores.shape
     index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count, check_number
 from depthgate.flops import predictor_hidden
-from depthgate.ops.rows import linear
+from depthgate.ops.matmul import linear
 from depthgate.ops.select import budgets
 
 Mask = Tensor | None  # bool

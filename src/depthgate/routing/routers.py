@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
+from depthgate.ops.matmul import linear
 from depthgate.ops.rows import (
     check_per_token,
     check_tokens,
     flat_index,
     inverse_for_gathering,
-    linear,
     plain_positions,
     take_rows,
 )
@@ -122,8 +122,7 @@ class TopTokens(nn.Module):
     ) -> None:
         """across_experts: rank a token by its log-probability for each expert, not by its logit (expert choice).
         scorer: a module such as RandomScorer in place of the learnt scores.
-        scores_have_no_loss: a promise that no loss reads `Slots.scores`. Gradients then reach the router through the
-            gates of routed tokens alone, and nothing of the other tokens is kept for the backward pass.
+        scores_have_no_loss: no loss reads `Slots.scores`: gradients reach the router through gates of routed tokens.
         pool: "sequence", or "batch": an expert takes its tokens out of all those of a batch, whatever their documents.
         normed: score tokens scaled to a mean square of one, for routers that read the residual stream.
         """
@@ -164,13 +163,10 @@ class TopTokens(nn.Module):
         """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart; keep (B, T) bool,
         tokens that are taken first whatever their score.
 
-        max_documents: the most documents a row of `doc` holds, where the caller knows: the number of slots is then
-            known without asking the device.
-        fewest_slots: 1 gives a causal choice of no token one empty slot, so that the block is called all the same. A
-            process that shares its weights with others (FSDP2) would else leave them waiting. With gradients there is
-            one in any case.
-        slots: the number of slots of a causal choice, for a caller that looks whether they suffice: tokens beyond them
-            are left out, and the device is not waited for.
+        max_documents: the most that a row of `doc` holds, if known: slots are then counted without asking the device.
+        fewest_slots: 1 gives a causal choice of no token an empty slot, so that the block is called all the same, as
+            FSDP2 needs it; with gradients there is one in any case.
+        slots: those of a causal choice, for a caller that looks whether they suffice: no token beyond them is taken.
         """
         _check_call(x, self.dim, pos, doc)
         if keep is not None:
@@ -191,10 +187,9 @@ class TopTokens(nn.Module):
             chosen, filled, slot = _marked_slots(marked, fewest_slots, slots)
         else:
             ranked = scores.detach() if keep is None else torch.where(keep[..., None], torch.inf, scores.detach())
-            of_batch = self.pool == "batch"
-            among = valid.reshape(1, -1) if of_batch and valid is not None else valid
-            apart = (None, None) if of_batch else (doc, max_documents)
-            chosen, filled, slot = self._choose(self._by_pool(ranked), among, *apart)
+            of_batch = None if valid is None else valid.reshape(1, -1), None, None
+            given = (valid, doc, max_documents) if self.pool == "sequence" else of_batch
+            chosen, filled, slot = self._choose(self._by_pool(ranked), *given)
         flat, rows = flat_index(chosen.flatten(1), x.shape[:2].numel() // max(1, len(chosen))), None
         if sparse:  # the scores of routed tokens, computed again from them alone
             known = None if slot is None or filled is not None else slot.mT
@@ -268,9 +263,8 @@ def _marked_slots(marked: Tensor, fewest: int, slots: int | None) -> _Taken:
 
 
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
-    """The number of slots that the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
-    computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
-    """
+    """The number of slots that the fullest row needs: one host sync. A compiled graph gets T. With gradients there is
+    at least one, so that every parameter gets one (of 0)."""
     if torch.compiler.is_compiling() or not marked.numel():
         return marked.shape[-1]
     return max(int(marked.sum(-1).max()), int(torch.is_grad_enabled()), fewest)
