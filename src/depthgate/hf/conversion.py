@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import depthgate.hf.families as families
 from depthgate.config import ConvertConfig, check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
 from depthgate.files import new_folder
-from depthgate.hf import families
 from depthgate.hf.adapter import collected
 from depthgate.hf.card import write_card
 from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall

@@ -63,11 +63,9 @@ class Scorer(nn.Module):
 
 
 class RandomScorer(nn.Module):
-    """Scores by chance: the control that a learnt router is compared with (Raposo et al. 2024, section 4.1).
-
-    Uniform, and at least 0 for a share `capacity` of the tokens. While the model trains, scores are drawn in every
-    pass; otherwise a token's score is that of its position, so that the same tokens are taken with a cache and without.
-    """
+    """Scores by chance: the control that a learnt router is compared with (Raposo et al. 2024, section 4.1). Uniform,
+    and at least 0 for a share `capacity` of the tokens. While the model trains, scores are drawn in every pass;
+    otherwise a token's score is that of its position, so that the same are taken with a cache and without."""
 
     salt: Tensor
 
@@ -100,7 +98,6 @@ def features(x: Tensor, valid: Tensor | None) -> Tensor:
 
 class TopTokens(nn.Module):
     """Each expert takes its k best tokens: Mixture-of-Depths with one expert, expert choice with several.
-
     Score every token; ask the causal rule, whose loss wants its answer in any case; choose. That is k = max(1,
     floor(capacity * n)) of the n valid tokens of each document, or of the whole batch, by their scores; or, with
     `causal=True`, each token by the `rule` alone, so that counts differ from row to row.
@@ -134,8 +131,7 @@ class TopTokens(nn.Module):
         self.across_experts = across_experts
         self.pool = check_choice(pool, "pool", POOLS)
         self.normed = normed
-        # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
-        # rest negative, which is what `causal_bce` asks of them.
+        # One expert's bias changes no choice of the top k; `causal_bce` asks for scores of both signs.
         if scorer is not None and not isinstance(scorer, nn.Module):
             raise InvalidValueError(f"scorer is {scorer!r}: it must be a module, such as RandomScorer()")
         self.proj: Any = Scorer(dim, experts, bias=True) if scorer is None else scorer
@@ -181,8 +177,7 @@ class TopTokens(nn.Module):
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
         decision = checked(self.rule(tokens, scores), scores.shape, "rule")
         if causal:
-            wanted = decision.detach() >= 0
-            wanted = wanted if keep is None else wanted | keep[..., None]
+            wanted = decision.detach() >= 0 if keep is None else (decision.detach() >= 0) | keep[..., None]
             marked = self._by_pool(wanted if valid is None else wanted & valid[..., None])
             chosen, filled, slot = _marked_slots(marked, fewest_slots, slots)
         else:
@@ -239,8 +234,7 @@ class TopTokens(nn.Module):
         return choose(ranked, valid, doc, self.capacity, min(T, k + max_documents - 1))
 
     def update(self, plan: Slots, unless: Tensor | None = None) -> None:
-        """After a training step: move the rule's threshold by what this plan's scores were, where it has one.
-        unless: a bool on the device; where it is true, nothing moves."""
+        """Move the rule's threshold, if it has one, by a plan's scores, `unless` (a bool on the device) is true."""
         if not isinstance(self.rule, Threshold):
             return
         ranked = self._ranked(plan.scores.detach())
