@@ -6,7 +6,7 @@ Each item is a context of 40 words and four choices, of which one follows in the
 
     word          the next word, among words drawn from the same text
     continuation  the next 12 words, among 12 words from elsewhere in it
-    order         the next 12 words, among the same words shuffled
+    order         the next 12 words, among the same with two neighbours exchanged
 
 A model takes the choice whose text is likeliest by the byte, deciding causally. Chance is 1/4.
 """
@@ -46,7 +46,10 @@ def items(data: str, task: str, count: int, seed: int = 0) -> list[tuple[str, li
         for _ in range(100):
             other = chance.choice(texts)
             at = chance.randrange(len(other) - _SPAN + 1)
-            made = chance.sample(right, len(right)) if task == "order" else other[at : at + len(right)]
+            made = other[at : at + len(right)]
+            if task == "order":
+                place = chance.randrange(_SPAN - 1)
+                made = [*right[:place], right[place + 1], right[place], *right[place + 2 :]]
             if made != right and made not in wrong:
                 wrong.append(made)
             if len(wrong) == _CHOICES - 1:
@@ -79,7 +82,7 @@ def likelihoods(model: Any, context: str, choices: list[str]) -> list[float]:
 
 
 def accuracy(folder: str, data: str, count: int, device: str, tasks: tuple[str, ...] = TASKS) -> dict[str, float]:
-    """The share of items in which a model finds the right choice, for each task; and what chance may add to it."""
+    """The share of items in which a model finds the right choice, for each task."""
     model, found = open_model(folder, device), {}
     for task in tasks:
         right = 0
