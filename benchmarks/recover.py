@@ -1,11 +1,13 @@
-"""A real model made cheaper: convert, measure, recover, measure again, and time all of them.
+"""A real model made cheaper: convert, measure, recover, measure again, and time all of them; with the control that it
+is to be judged by, the dense model trained alike: the same text, loss, steps and seeds.
 
     python benchmarks/recover.py --dense DIR --data wiki-train.txt.xz --valid wiki-valid.txt.xz --out runs/recover \
-        --capacities 0.75,0.5 --minutes 3 --device cuda
+        --capacities 0.75,0.5 --seeds 0,1,2 --minutes 3 --device cuda --budget 540
 
-Prints a JSON object a line as each figure is there, and a table at the end. `--minutes` is the training time of each
-model: the number of steps is what a short trial says fits into it. What is there already is not done again, so an
-interrupted call can be given once more.
+Prints a JSON object a line as each figure is there, and a table at the end: bits a byte of held-out text and three
+tasks made from it (offline_tasks.py), means over the seeds and their range. `--minutes` is the training time of the
+control: all models make as many steps as a short trial says fit into it. What is there already is not done again: an
+interrupted call, or one that ended after `--budget` seconds, is given once more and goes on where it was.
 """
 
 import argparse
@@ -14,12 +16,16 @@ import io
 import json
 import os
 import shutil
+import signal
+import statistics
 import sys
+import threading
 import time
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
+import offline_tasks
 from depthgate.commands import bench, convert, finetune
 from depthgate.commands.eval import evaluate
 from depthgate.config import BenchConfig, ConvertConfig, EvalConfig, FinetuneConfig
@@ -43,7 +49,7 @@ class Rows:
 
     def begin(self, options: dict[str, object], about: dict[str, object]) -> None:
         """The first row says what was asked for, and where. More capacities and batches may be asked for later."""
-        grows = ("capacities", "batches")
+        grows = ("capacities", "batches", "seeds", "budget")
         old = self.get("machine", lambda: {**about, "options": options})["options"]
         differ = [name for name in options if name not in grows and old.get(name) != options[name]]
         if differ:
@@ -107,9 +113,11 @@ def steps_for(config: FinetuneConfig, minutes: float, out: Path) -> dict[str, ob
 
 
 def recovered(config: FinetuneConfig) -> dict[str, object]:
-    """Fine-tune, or go on where it was interrupted; the last row of metrics."""
+    """Fine-tune, or go on where it was interrupted; the last row of metrics. Ends the process if it was stopped."""
     resume = (Path(config.out) / "finetune.json").exists()
     last = quietly(finetune.run, config, True, resume)
+    if last["step"] < config.steps:
+        sys.exit(f"the time is up at step {last['step']} of {config.steps}: give the same command again")
     return {key: last[key] for key in ("step", "loss", "tokens", "flops", "seconds", "tokens_per_second")}
 
 
@@ -125,7 +133,10 @@ def main() -> None:
     parser.add_argument("--layers", default="every_other")
     parser.add_argument("--gate", default="straight_through")
     parser.add_argument("--rule", default="threshold")
-    parser.add_argument("--minutes", type=float, help="training time of each model")
+    parser.add_argument("--seeds", default="0", help="of training; all arms are trained with each")
+    parser.add_argument("--minutes", type=float, help="training time of the control; --set steps=N instead")
+    parser.add_argument("--budget", type=float, help="seconds after which the call ends, to be given again")
+    parser.add_argument("--items", type=int, default=200, help="of each task; 0: no tasks")
     parser.add_argument("--eval_tokens", type=int, default=300_000)
     parser.add_argument("--eval_batch", type=int, default=16)
     parser.add_argument("--batches", default="1,16", help="sizes of batches that are timed; none: ''")
@@ -165,33 +176,64 @@ def main() -> None:
         found = evaluate(asked)
         shares = found["routed_share"]
         kept = ("tokens", "nats_per_token", "perplexity", "bits_per_byte", "bits_per_byte_top_k", "flops_per_token")
-        return {key: found[key] for key in kept} | {"routed": sum(shares) / len(shares) if shares else 1.0}
+        found_tasks = {}
+        if options.items:
+            found_tasks = offline_tasks.accuracy(str(folder), options.valid, options.items, device)
+        return (
+            {key: found[key] for key in kept} | {"routed": sum(shares) / len(shares) if shares else 1.0} | found_tasks
+        )
 
+    if options.budget is not None:  # a run that trains then writes a checkpoint and stops
+        end = threading.Timer(options.budget, os.kill, (os.getpid(), signal.SIGTERM))
+        end.daemon = True
+        end.start()
+    base = FinetuneConfig(model=str(dense), data=options.data, out=str(options.out / "trial"), device=device)
+    base = replace(base, capacity=1.0, **given)
+    if options.minutes is not None:
+        found = rows.get("trial", lambda: steps_for(base, options.minutes, options.out))
+        base = replace(base, steps=found["steps"])
     folders = {"dense": dense}
     rows.get("dense", lambda: measured(dense))
+    arms: dict[str, tuple[Path, float]] = {"control": (dense, 1.0)}
     for capacity in capacities:
-        name = f"capacity {capacity}"
-        converted, after = options.out / f"converted-{capacity}", options.out / f"recovered-{capacity}"
+        converted = options.out / f"converted-{capacity}"
         if not converted.exists():
-            asked = ConvertConfig(
-                str(dense), str(converted), capacity, options.layers, gate=options.gate, rule=options.rule
-            )
+            how = {"layers": options.layers, "gate": options.gate, "rule": options.rule}
+            asked = ConvertConfig(str(dense), str(converted), str(capacity), **how)
             quietly(convert.run, asked, True)
-        rows.get(f"{name}, converted", lambda folder=converted: measured(folder))
-        config = replace(
-            FinetuneConfig(model=str(converted), data=options.data, out=str(after), device=device), **given
-        )
-        if options.minutes is not None:
-            found = rows.get(f"{name}, trial", lambda c=config: steps_for(c, options.minutes, options.out))
-            config = replace(config, steps=found["steps"])
-        rows.get(f"{name}, training", lambda c=config: recovered(c))
-        rows.get(f"{name}, recovered", lambda folder=after: measured(folder))
-        folders[f"{name}, recovered"] = after
+        arms[f"capacity {capacity}"] = converted, capacity
+        rows.get(f"capacity {capacity}, converted", lambda folder=converted: measured(folder))
+    for seed in map(int, options.seeds.split(",")):
+        for name, (source, capacity) in arms.items():
+            after = options.out / f"{name.replace(' ', '-')}-seed-{seed}"
+            config = replace(base, model=str(source), out=str(after), capacity=capacity, seed=seed)
+            rows.get(f"{name}, seed {seed}, training", lambda c=config: recovered(c))
+            rows.get(f"{name}, seed {seed}", lambda folder=after: measured(folder))
+            folders.setdefault(f"{name}, seed {seed}" if seed == 0 else "", after)
+    folders.pop("", None)
     if options.batches:
         for name, folder in folders.items():
             asked = BenchConfig(str(folder), options.valid, options.batches, options.context)
             rows.get(f"{name}, speed", lambda a=asked: {"speeds": bench.measure(a, device)})
     table(rows.found)
+    means(rows.found, [*arms], len(options.seeds.split(",")))
+
+
+def means(rows: dict[str, dict[str, object]], arms: list[str], seeds: int) -> None:
+    """Each arm over its seeds: the mean, and lowest to highest; bits a byte over the control of the same seed."""
+    print(f"\n| {seeds} seeds | bits/byte | over the control | routed | " + " | ".join(offline_tasks.TASKS) + " |")
+    print("|---" * (4 + len(offline_tasks.TASKS)) + "|")
+    control = {key.rpartition(", ")[2]: row for key, row in rows.items() if key.startswith("control, seed")}
+    for arm in arms:
+        mine = {seed: rows[f"{arm}, {seed}"] for seed in control if f"{arm}, {seed}" in rows}
+        bits = [row["bits_per_byte"] for row in mine.values()]
+        over = [row["bits_per_byte"] / control[seed]["bits_per_byte"] - 1 for seed, row in mine.items()]
+        tasks = [[row[task] for row in mine.values() if task in row] for task in offline_tasks.TASKS]
+        cells = [f"{statistics.mean(bits):.4f} ({min(bits):.4f} to {max(bits):.4f})"]
+        cells.append(f"{statistics.mean(over):+.2%} ({min(over):+.2%} to {max(over):+.2%})")
+        cells.append(f"{statistics.mean(row['routed'] for row in mine.values()):.1%}")
+        cells += [f"{statistics.mean(each):.3f}" if each else "" for each in tasks]
+        print(f"| {arm} | " + " | ".join(cells) + " |")
 
 
 def table(rows: dict[str, dict[str, object]]) -> None:
@@ -199,7 +241,7 @@ def table(rows: dict[str, dict[str, object]]) -> None:
     names = "model|perplexity|bits/byte|over dense|top-k bits/byte|routed|MFLOPs/token|batch: prefill, decode tokens/s"
     print("\n" + "|".join(["", *names.split("|"), ""]) + "\n" + "|---" * 8 + "|")
     for name, row in rows.items():
-        if "perplexity" not in row:
+        if "perplexity" not in row or "bits_per_byte" not in row:
             continue
         timed = rows.get(f"{name}, speed", {}).get("speeds", [])
         speeds = "; ".join(

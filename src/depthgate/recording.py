@@ -90,7 +90,8 @@ class RecordedPlans(Sequence[Plan]):
         found = RecordedPlans()
         for plan in self._recorded():
             tensors: Any = {name: each for name, each in plan._asdict().items() if isinstance(each, torch.Tensor)}
-            found._plans.append(plan._replace(**{name: each.detach().to(device) for name, each in tensors.items()}))
+            kept: Any = {name: None if name == "taken" else each.detach().to(device) for name, each in tensors.items()}
+            found._plans.append(plan._replace(**kept))
         found.names = self.names[:]
         return found
 

@@ -3,10 +3,8 @@
     import depthgate.hf                                      # AutoModelForCausalLM now opens converted models
     model = depthgate.hf.convert(AutoModelForCausalLM.from_pretrained(...), capacity=0.5, layers="every_other")
 
-`model.train()` routes by the top k of each document. `model.eval()`, and a call with a cache, route by the causal
-rule, token by token: text that is generated with a cache is then the text that is computed without one.
-`model.routing_mode = "causal"` or `"top_k"` (saved with the model) is the same in both, as trainers need that compare a
-model in training with one in evaluation; `model(..., causal_routing=...)` chooses for one call.
+`model.train()` routes by the top k of each document, `model.eval()` and calls with a cache by the causal rule.
+`model.routing_mode = "causal"` or `"top_k"`, saved with the model, is the same in both; `causal_routing=` of one call.
 """
 
 from importlib.util import find_spec

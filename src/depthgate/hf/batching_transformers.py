@@ -17,8 +17,6 @@ from depthgate.generation.text import Event
 from depthgate.hf.decoder_weights import to_decoder
 
 _OPTIONS = {"max_new_tokens", "eos_token_id", "streaming", "record_timestamps"}  # the last has no effect
-
-
 # Options of a generation config that change tokens, and that the engine does not have.
 _UNKNOWN = (
     *("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "no_repeat_ngram_size"),

@@ -1,11 +1,8 @@
 """Layers of a transformers cache that keep the tokens which entered a routed layer, each with its slot.
 
-A token's slot is its place in the text, padding counted, as transformers counts. Rows hold different tokens, and
-different numbers of them. `cumulative_length`, the length of a layer, is the number of tokens the model has seen.
-
-    RaggedLayer                     holds only what entered, and grows with it
-    RaggedWindowLayer               the same, without what has left the window of attention
-    FixedLayer, FixedWindowLayer    a place for every token, as a compiled step needs; they save nothing
+A token's slot is its place in the text, padding counted. Rows hold different tokens, and different numbers of them.
+`cumulative_length`, the length of a layer, is the number of tokens the model has seen. Ragged layers hold what entered;
+fixed ones have a place for every token, as a compiled step needs, and save nothing.
 """
 
 from typing import Any
@@ -67,24 +64,27 @@ class RaggedLayer(_Slotted, DynamicLayer):  # type: ignore[misc]
     empty_last = True  # in the slots of a call, too
     most = 0  # at least the number of entries of the fullest row: known without waiting for the device
 
-    def expect(self, slots: Tensor, batch: int, rows: Tensor | None) -> Tensor:
-        """Make room for the tokens of the next `update`: slots (A, C), -1 for none, of these rows of the batch (None:
-        of all). Returns the slots (A, L) of the keys and values that it will return, if possible the same tensor."""
+    def expect(self, slots: Tensor, batch: int, rows: Tensor | None, all_real: bool = False) -> Tensor:
+        """Make room for the tokens of the next `update`: slots (A, C), -1 for none unless they are `all_real`, of these
+        rows of the batch (None: of all). Returns the slots (A, L) of the keys and values that it will return, if
+        possible the same tensor."""
         C = slots.shape[1]
         if self.slots is None and rows is None and self.empty_last:  # what comes is kept as it is
             self.slots, self.most, self._next = slots, C, None
             return slots
         held = slots.new_full((batch, 0), -1) if self.slots is None else _writable(self.slots)
         row = torch.arange(batch, device=slots.device) if rows is None else rows
-        real, count = slots >= 0, (held >= 0).sum(1)
-        self.most += C
+        count, self.most = (held >= 0).sum(1), self.most + C
         if self.most >= held.shape[1]:  # the last place is for tokens that are not kept
-            self.most = int(count.index_add(0, row, real.sum(1)).max())  # waits for the device, once for many tokens
+            # Waits for the device, once for many tokens.
+            self.most = int(count.index_add(0, row, (slots >= 0).sum(1)).max())
         if self.most >= held.shape[1]:
             spare = max(1, min(_ROOM, self.most // 4 if held.shape[1] else 0))
             held = F.pad(held, (0, self.most + spare - held.shape[1]), value=-1)
-        last = held.shape[1] - 1
-        index = row[:, None].expand_as(slots), torch.where(real, count[row][:, None] + real.cumsum(1) - 1, last)
+        place = (count if rows is None else count[row])[:, None] + torch.arange(C, device=slots.device)
+        if not all_real:
+            place = torch.where(slots >= 0, place - (slots < 0).cumsum(1), held.shape[1] - 1)
+        index = row[:, None].expand_as(slots), place
         self.slots, self._next = _put(held, index, slots), (rows, index)
         return self.slots[:, : self.most] if rows is None else self.slots[rows, : self.most]
 
@@ -198,7 +198,7 @@ class DecoderLayer(RaggedLayer):
 class _Fixed(_Slotted):
     """A store of M + 1 places. The token of slot s lies at s modulo M; tokens that are not kept go to place M."""
 
-    def expect(self, slots: Tensor, batch: int, rows: Tensor | None) -> Tensor:  # noqa: ARG002
+    def expect(self, slots: Tensor, batch: int, rows: Tensor | None, all_real: bool = False) -> Tensor:  # noqa: ARG002
         """Prepare for the tokens of the next `update`, as RaggedLayer does, in all rows of the batch."""
         M = self.max_cache_len
         if self.slots is None:

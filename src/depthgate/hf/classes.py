@@ -1,8 +1,5 @@
-"""Classes of routed models, made from those of transformers when they are first needed, and their registration.
-
-A saved model also opens where depthgate is not imported, with from_pretrained(folder, trust_remote_code=True): its
-config.json names a small file in the folder (auto_map), which imports the classes from this module.
-"""
+"""Classes of routed models, made from those of transformers when they are first needed, and their registration. With
+trust_remote_code=True a saved folder's own small file (auto_map) imports them."""
 
 import warnings
 from functools import cache, partial, wraps

@@ -14,23 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import depthgate.hf.families as families
 from depthgate.config import ConvertConfig, check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
 from depthgate.files import new_folder
 from depthgate.hf.adapter import collected
 from depthgate.hf.card import write_card
 from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall
-from depthgate.hf.families import (
-    OURS,
-    PREFIX,
-    Routing,
-    check_capacities,
-    check_config_values,
-    checked_layers,
-    decoder_layers,
-    family_of,
-    heads,
-)
+from depthgate.hf.families import Routing
 from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, fetched, find_tokenizer, gguf_of, load
 from depthgate.hf.inputs import MODES
 from depthgate.hf.layer import DepthRouter, routed_layers
@@ -68,14 +59,15 @@ def convert(
     training, causal in evaluation), 'causal' or 'top_k'; `model.routing_mode = ...` changes it. capacity_by: 'layer',
     or 'change': layers get more or less than `capacity`, their mean, as they change the tokens of `calibration`.
     """
-    if str(getattr(getattr(model, "config", None), "model_type", "")).startswith(PREFIX) and not routed_layers(model):
+    known = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if known.startswith(families.PREFIX) and not routed_layers(model):
         to_dense(model)  # of the family's own class, from the folder of a routed one
-    kind = family_of(model)
+    kind = families.family_of(model)
     depth = model.config.num_hidden_layers
     check_neutral(gate)
     check_choice(routing_mode, "routing_mode", MODES)
     check_choice(capacity_by, "capacity_by", CAPACITY_BY)
-    check_capacities(capacity)
+    families.check_capacities(capacity)
     Routing((0,), 1.0, gate, rule, rule_loss, decay)  # refuse wrong values before anything is measured
     name = layers if isinstance(layers, str) else None
     measured = name == "auto" or capacity_by == "change"
@@ -84,14 +76,14 @@ def convert(
         raise InvalidValueError(f"{what}: give both, or neither")
     chosen: Any = range(1, depth, 2) if name == "every_other" else layers
     changes = layer_changes(model, calibration) if measured else []
-    chosen = checked_layers(least_changing(changes) if name == "auto" else chosen, depth)
+    chosen = families.checked_layers(least_changing(changes) if name == "auto" else chosen, depth)
     if capacity_by == "change":
         capacity = shared_out(capacity, [changes[i] for i in chosen])
     shares = float(capacity) if isinstance(capacity, float | int) else tuple(map(float, capacity))
     routing = Routing(chosen, shares, gate, rule, float(rule_loss), float(decay))
     config = _with_config(model, config_class(kind))
     config.depthgate, config.routing_mode = routing.written(), routing_mode
-    head = {base: auto for auto, base in heads(kind).items()}[type(model).__name__]
+    head = {base: auto for auto, base in families.heads(kind).items()}[type(model).__name__]
     model.__class__ = model_class(kind, head)
     register_models(kind)
     install(model)
@@ -114,15 +106,14 @@ def to_dense(model: Any) -> Any:
     """Take the routers out of a converted model, in place: it is a model of its family again, in which all tokens go
     through all layers, with the weights that it has now. The model is also returned."""
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if not kind.startswith(PREFIX) or hasattr(model, "merge_and_unload"):
-        hint = (
-            "merge_and_unload() comes first" if hasattr(model, "merge_and_unload") else "there is nothing to take out"
-        )
+    if not kind.startswith(families.PREFIX) or hasattr(model, "merge_and_unload"):
+        adapted = hasattr(model, "merge_and_unload")
+        hint = "merge_and_unload() comes first" if adapted else "there is nothing to take out"
         raise InvalidValueError(f"model is a {type(model).__name__}, not a converted model: {hint}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     uninstall(model)
-    config = _with_config(model, CONFIG_MAPPING[kind.removeprefix(PREFIX)])
+    config = _with_config(model, CONFIG_MAPPING[kind.removeprefix(families.PREFIX)])
     for name in ("depthgate", "routing_mode", "model_type"):
         vars(config).pop(name, None)
     return model
@@ -161,10 +152,10 @@ def set_capacity(model: Any, capacity: float | Sequence[float]) -> None:
 def layer_changes(model: Any, batch: Any) -> list[float]:
     """The mean over tokens of |f(x) - x| / |x| for each layer of a dense model, on a batch: token ids (B, T), or a dict
     of the model's inputs. The model is left as it was."""
-    family_of(model)  # refuses others
+    families.family_of(model)  # refuses others
     inputs = calibration_inputs(model, batch)
     mask = inputs.get("attention_mask")
-    with watched(model, decoder_layers(model)) as seen:
+    with watched(model, families.decoder_layers(model)) as seen:
         model(**inputs, use_cache=False)
     means = []
     for ((_, change),) in seen:
@@ -218,10 +209,10 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     check_new(out, Path(config.model))
     source = fetched(config.model)
     if gguf_of(source) is None:
-        check_config_values(check_config(source), str(source))
+        families.check_config_values(check_config(source), str(source))
     check_generation(source)
     model = load(source)
-    family_of(model)
+    families.family_of(model)
     tokenizer, layers = find_tokenizer(source), config.layer_choice
     batch = None if config.text is None else _calibration(tokenizer, Path(config.text), model)
     changes = None if batch is None else layer_changes(model, batch)
@@ -300,7 +291,7 @@ def _calibration(tokenizer: Any, text: Path, model: Any) -> Tensor:
 def check_same(model: Any, probe: Tensor, wanted: Sequence[Tensor]) -> float:
     """The largest difference of a model's last logits, by the causal choice and by the top k, from those wanted, as a
     share of the largest. More than rounding is refused."""
-    routes = routed_layers(model) or model.config.model_type == OURS
+    routes = routed_layers(model) or model.config.model_type == families.OURS
     ways = [{"causal_routing": causal} if routes else {} for causal in (True, False)]
     want = torch.stack([*wanted]).double()
     found = torch.stack([model(probe, use_cache=False, logits_to_keep=want.shape[2], **how).logits for how in ways])

@@ -1,8 +1,7 @@
 """The decoder of a routed model: it tells its layers about their tokens, and sees that compiled ones had enough slots.
 
-A compiled graph has fixed shapes and does not wait for the device, and the causal rule may route any number of tokens.
-Its layers get as many slots as a bound of their router says. What they lacked is known when all have run: the pass is
-then computed again, not compiled, and the bounds grow to what it needed.
+A compiled graph has fixed shapes, and the causal rule may route any number of tokens: layers get as many slots as a
+bound of their router says. A pass that lacked some is computed again, not compiled, and the bounds grow.
 """
 
 import math

@@ -1,11 +1,9 @@
 """The families of transformers models that can be routed, what differs between them, and the config of a routed model.
 
 They share a contract. A decoder has a list of layers; a layer is called as
-
-    layer(hidden_states, attention_mask=, position_ids=, past_key_values=, position_embeddings=, **kwargs)
-
-and returns hidden states with its residual; its attention hands new keys and values to the cache under its own
-layer's number, and takes its mask as it is.
+layer(hidden_states, attention_mask=, position_ids=, past_key_values=, position_embeddings=, **kwargs) and returns
+hidden states with its residual; its attention hands new keys and values to the cache under its own layer's number, and
+takes its mask as it is.
 """
 
 import sys

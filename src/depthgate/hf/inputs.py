@@ -1,8 +1,5 @@
-"""Facts about tokens that a routed layer cannot see: padding, documents, and how tokens are to be chosen.
-
-The decoder reads them from its own arguments and hands them down to the layers as one more keyword.
-A token may attend to earlier tokens of its document, within the window; each kind of attention is told in its own way.
-"""
+"""Facts about tokens that a routed layer cannot see: padding, documents, how they are chosen, and where they look. The
+decoder hands them down to its layers as one more keyword."""
 
 from typing import Any, NamedTuple
 
@@ -14,15 +11,13 @@ from depthgate.errors import DepthgateError, InvalidValueError, check_choice
 
 KEYWORD = "depthgate_tokens"
 PADDING = "token_mask"  # (B, T), 0 at padding, next to an attention_mask that is ready for use
-
-
 MODES: dict[str, bool | None] = {"auto": None, "causal": True, "top_k": False}  # routing_mode -> Tokens.causal
 
 
 class Tokens(NamedTuple):
     """The tokens of one call of the decoder."""
 
-    valid: Tensor | None  # (B, T) bool, False at padding; None: no padding
+    pos: Tensor | None  # (B, T) place in the call, -1 at padding; None: no padding
     doc: Tensor | None  # (B, T) the first token of each token's document; None: one a row
     causal: bool | None  # None: route causally unless the model is in training mode
     max_documents: int | None = None  # the most documents a row holds, where the caller knows
@@ -59,7 +54,8 @@ def hand_down(names: tuple[str, ...], decoder: Any, args: tuple[Any, ...], kwarg
         kwargs["attention_mask"] = mask.expand(len(tokens), -1) if len(mask) == 1 else mask  # one for all rows
     mask = mask if padding is None else padding
     valid = None if mask is None else valid_tokens(mask, tokens.shape[:2])
-    return Tokens(valid, doc, causal, most, decoder.config.depthgate["rule_loss"] if weight is None else weight)
+    pos = None if valid is None else torch.arange(valid.shape[1], device=valid.device).where(valid, -1)
+    return Tokens(pos, doc, causal, most, decoder.config.depthgate["rule_loss"] if weight is None else weight)
 
 
 def _check(given: dict[str, Any], config: Any) -> None:
@@ -132,14 +128,12 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
 
 
 def attention_keywords(
-    kind: str, query: Tensor, key: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype
+    kind: str, query: Tensor, key: Tensor, first: Tensor | None, window: int | None, dtype: torch.dtype, newest: bool
 ) -> dict[str, Any]:
     """Keywords that tell this kind of attention which keys (A, K) each query (A, Q) looks at. Both are given by their
     slots, their places in the text; without a cache they are the same tensor. Empty slots, -1, come last in a row.
-
-    first (A, Q): the earliest slot that a query looks at, where a row holds several documents.
-    window: the number of slots that a query looks back, its own included.
-    """
+    first (A, Q): the earliest slot that a query looks at, where a row holds several documents. window: how many slots
+    back, its own included. newest: queries are the last tokens of their rows, one in each, and none is empty."""
     if "flash" in kind:
         if window is not None:
             remedy = f"for texts longer than the window ({window}) call model.set_attn_implementation('sdpa')"
@@ -155,6 +149,8 @@ def attention_keywords(
     if kind == "sdpa" and key is query and first is None and window is None:
         # It is causal by itself, and fastest so: empty slots come last, where no token looks.
         return {"attention_mask": None}
+    if kind == "sdpa" and newest and first is None and window is None:
+        return {"attention_mask": (key >= 0)[:, None, None]}
     first = torch.zeros_like(query) if first is None else first
     if window is not None:
         first = first.maximum(query - window + 1)

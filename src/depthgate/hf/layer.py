@@ -1,9 +1,5 @@
-"""A decoder layer of transformers that only some tokens enter: a class to put in front of the layer's own.
-
-    layer.__class__ = type("MoD...", (RoutedLayer, type(layer)), {...})
-
-Parameters keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan.
-"""
+"""A decoder layer of transformers that only some tokens enter: a class to put in front of the layer's own. Parameters
+keep their names; `depth_router`, a TopTokens, is added. A forward hook on it sees every plan."""
 
 import math
 from collections.abc import Callable
@@ -18,6 +14,7 @@ from depthgate.errors import DepthgateError
 from depthgate.hf.families import Family
 from depthgate.hf.inputs import KEYWORD, Tokens, attention_keywords
 from depthgate.ops.attention import without_cudnn
+from depthgate.ops.rows import put_rows
 from depthgate.ops.select import top_of_documents
 from depthgate.routing.causal import Threshold
 from depthgate.routing.losses import causal_bce, with_loss
@@ -74,19 +71,16 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             from depthgate.hf.cache_transformers import store_of
 
             store = store_of(keywords[self.family.cache], self._attention.layer_idx)
-        T, pos = x.shape[1], None
+        (B, T, _), slots = x.shape, None
         causal = not self.training if tokens.causal is None else tokens.causal
-        if tokens.valid is not None:
-            pos = torch.where(tokens.valid, store.cumulative_length + torch.arange(T, device=x.device), -1)
         documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
-        slots = None
         if causal and tokens.lacking is not None and torch.compiler.is_compiling():
             slots = _bounded_slots(self.depth_router, T)
-        elif causal and T == 1:
+        elif causal and T == 1 < B:
             slots = 1
         # The first call with a static cache makes the room that later ones are compiled for, though no token may enter.
         fewest = int(store.is_compileable and not torch.compiler.is_compiling())
-        plan: Slots = self.depth_router(x, pos, causal, **documents, fewest_slots=fewest, slots=slots)
+        plan: Slots = self.depth_router(x, tokens.pos, causal, **documents, fewest_slots=fewest, slots=slots)
         if slots is not None and tokens.lacking is not None:
             tokens.lacking.copy_(torch.maximum(tokens.lacking, plan.causal_choice.sum(1).amax() - slots))
         y = self._through(x, plan, tokens.doc, store, keywords)
@@ -110,26 +104,34 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
                 return values[0][plan.tokens[:, 0]]
             return plan.dispatch(values if rows is None else values[rows])[:, 0]
 
-        query: Tensor = start + plan.tokens[:, 0]
-        if plan.filled is not None:
-            query = torch.where(plan.filled[:, 0], query, -1)
-        key = store.expect(query, len(x), rows)
-        first, window = None if doc is None else pick(doc), self._window(None if static else start + x.shape[1])
-        kind = self._attention.config._attn_implementation
-        keywords |= attention_keywords(kind, query, key, first, window, x.dtype)
+        kind, window = self._attention.config._attn_implementation, self._window(None if static else start + x.shape[1])
+        query: Tensor = plan.tokens[:, 0] if isinstance(store, NoCache) else start + plan.tokens[:, 0]
+        by_itself = isinstance(store, NoCache) and kind == "sdpa" and doc is None and window is None
+        if plan.filled is not None and not by_itself:
+            query = query.masked_fill(~plan.filled[:, 0], -1)
+        key = store.expect(query, len(x), rows, plan.filled is None)
+        first = None if doc is None else pick(doc)
+        alone = x.shape[1] == 1 and plan.filled is None and not static  # a new token in each row: it sees all there is
+        keywords |= attention_keywords(kind, query, key, first, window, x.dtype, alone)
         if keywords.get("position_embeddings") is not None:
             keywords["position_embeddings"] = tuple(pick(each) for each in keywords["position_embeddings"])
         if keywords.get("position_ids") is not None:
             rotated = keywords.get("position_embeddings") is not None and "flash" not in kind  # then they are not read
             keywords["position_ids"] = None if rotated else pick(keywords["position_ids"])
-        old = pick(x)
-        given = old
+        given = old = pick(x) if plan.taken is None else plan.taken
         if plan.filled is not None and plan.valid is not None:  # whatever lies in padding
             given = old.masked_fill(~plan.filled[:, 0, :, None], 0)
         with without_cudnn(x.is_cuda and key is not query and not static):
             out = super().forward(given, **keywords)
-        y = plan.merge(x if rows is None else x[rows], out[:, None], old)
-        return y if rows is None else x.to(y.dtype).index_copy(0, rows, y)
+        # As Slots.merge, in fewer operations: rows are finite here. In half precision a difference may overflow.
+        dtype = torch.promote_types(x.dtype, out.dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        new = torch.lerp(given.to(wide), out.to(wide), plan.gates[:, 0, :, None].to(wide)).to(dtype)
+        if plan.filled is not None:
+            new = torch.where(plan.filled[:, 0, :, None], new, old)
+        if rows is not None:
+            return x.to(dtype).index_copy(0, rows, new)
+        return put_rows(x.to(dtype), plan.tokens[:, 0], new, plan.flat)
 
     def _window(self, length: int | None) -> int | None:
         """Number of slots that attention looks back, the token's own included; None: to the beginning of a text that
@@ -161,13 +163,9 @@ def _computed_rows(plan: Slots, tokens: int) -> tuple[Tensor | None, Slots]:
 
 
 def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:
-    """y, through which the causal rule learns from a plan of training, in training loops that know nothing of plans.
-
-    When a gradient comes back through it, the rule's loss adds its own, or the threshold moves: once a step, with any
-    kind of activation checkpointing. The scale of a gradient scaler and the number of accumulated batches are not known
-    here: a call may give another `rule_loss`. Where no gradient comes back, below the first weight that is trained,
-    thresholds stay; and each process moves its own.
-    """
+    """y, through which the causal rule learns from a plan of training, in training loops that know nothing of plans:
+    when a gradient comes back through it, once a step with any kind of activation checkpointing, the rule's loss adds
+    its own, or the threshold moves, in each process by itself."""
     if not router.training or not torch.is_grad_enabled() or not y.requires_grad:
         return y
     rule, capacity = router.rule, router.capacity  # PEFT may be around the router, and hands on those of its copy

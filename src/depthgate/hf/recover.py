@@ -2,10 +2,9 @@
 
 `Recovery` is a task of the training loop (depthgate.train.loop), which `depthgate finetune` runs.
 
-A router of zeros ranks all tokens alike, and the top k are then the first of each document. A calibrated one begins
-with a guess: the tokens that its layer changes most, as far as a linear function of the token tells it.
-Routers look at tokens as they are. In a pretrained model some channels are a thousand times larger than others, and
-one step of AdamW would turn a router over; a scaled one learns as if every channel had the size 1.
+A router of zeros ranks all tokens alike; a calibrated one begins with those that its layer changes most, as far as a
+linear function of the token tells it. In a pretrained model some channels are a thousand times larger than others, and
+one step of AdamW would turn a router over: a scaled one learns as if every channel had the size 1.
 """
 
 import json
@@ -53,8 +52,9 @@ class Recovery:
         self.model: Any = language.model
         self.teacher = self._teacher()
         self._stored: torch.dtype = self.model.dtype
-        share = self.model.config.depthgate["rule_loss"] / config.accumulate  # every part of a batch adds it
-        self._routing: dict[str, Any] = {"max_documents": max_documents, "rule_loss": share}
+        self._routing: dict[str, Any] = {"max_documents": max_documents}
+        if language.routed:  # every part of a batch adds it
+            self._routing["rule_loss"] = self.model.config.depthgate["rule_loss"] / config.accumulate
         torch.manual_seed(config.seed)
         self._adapted = _with_lora(self.model, config.rank) if config.train == "lora" else None
         if config.train == "full" or config.dtype == "float32":
@@ -67,7 +67,7 @@ class Recovery:
             if learns:
                 weight.data = weight.data.float()
         self.trained: dict[str, nn.Parameter] = {n: w for n, w in self.model.named_parameters() if w.requires_grad}
-        self._goals = [config.capacity or layer.depth_router.capacity for layer in language.routed]
+        self._goals = [config.capacity or layer.depth_router.capacity for layer in language.routed] or [1.0]
         self.goal = sum(self._goals) / len(self._goals)
         if config.checkpointing:
             self.model.gradient_checkpointing_enable()
@@ -91,21 +91,18 @@ class Recovery:
         dense = cast(dense, getattr(torch, self.config.dtype)).to(self.device).requires_grad_(False)
         return HFLanguageModel(dense, self.language.tokenizer, self.language.context)
 
-    @property
-    def capacity(self) -> float:
-        """Share of the tokens that routed layers take now, in the mean."""
-        return sum(layer.depth_router.capacity for layer in self.language.routed) / len(self._goals)
-
     def set_capacity(self, capacity: float) -> None:
         """Let routed layers take another share from now on, in the mean; each falls from 1 to its own goal."""
         left = (capacity - self.goal) / (1 - self.goal) if self.goal < 1 else 0.0
         if self.config.compile:  # a graph for each of a few capacities
             left = math.ceil(_CAPACITIES * left - 1e-9) / _CAPACITIES
-        set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
+        self.capacity = self.goal + (1 - self.goal) * left
+        if self.language.routed:
+            set_capacity(self.model, [goal + (1 - goal) * left for goal in self._goals])
 
     def calibrate(self, packed: Packed) -> None:
         """Calibrate the routers of a new run, if the configuration asks for it."""
-        if self.config.calibrate:
+        if self.config.calibrate and self.language.routed:
             rows = packed.rows(range(-(-self.config.calibrate // self.config.seq)))
             with torch.compiler.set_stance("force_eager"):  # compiled layers would be compiled for it
                 calibrate_rows(self.language, rows)
@@ -158,6 +155,8 @@ class Recovery:
 
         def write(part: Path) -> None:
             copy_tokenizer(find_tokenizer(source), source, part)
+            if not self.language.routed:
+                return
             last = json.loads((folder / METRICS).read_text(encoding="utf-8").rstrip("\n").rpartition("\n")[2])
             write_card(part, folder.name, self.model, "finetune", self.config, last)
 
@@ -216,12 +215,9 @@ def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
 @torch.no_grad()
 def calibrate(model: Any, batch: Any) -> None:
     """Set the routers of a converted model from what its layers, all dense, do to the tokens of a batch: token ids
-    (B, T) or a dict of the model's inputs. Each then begins with the tokens that its layer changes most, and the rules
-    `scores` and `threshold` route its capacity of them; a predictor has to learn it.
-
-    A layer's score is the logarithm of how much it changes a token, |f(x) - x| / |x|, as well as a linear function of
-    the token tells it. The first token of a text is changed little, but all others look at it: it is put first.
-    """
+    (B, T) or a dict of the model's inputs. A score is the logarithm of how much its layer changes a token, |f(x) - x| /
+    |x|, as well as a linear function of the token tells it; the first of a text, where all others look, is put first.
+    The rules `scores` and `threshold` then route the capacity; a predictor has to learn it."""
     layers = routed_layers(model)
     if not layers:
         raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")

@@ -24,6 +24,12 @@ def _cast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x.to(dtype), weight.to(dtype)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of tokens (..., D) as one operation, and as a tensor of its own: FSDP2 warns of views."""
+    rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return torch.ops.aten._unsafe_view(rows, (*x.shape[:-1], len(weight)))  # type: ignore[no-any-return]
+
+
 def grouped_matmul(x: Tensor, weight: Tensor, ends: Tensor, complete: bool = False) -> Tensor:
     """x (N, D) sorted by expert, weight (E, D, F), ends (E,) int32 -> (N, F): rows ends[e-1]:ends[e] times weight[e].
 

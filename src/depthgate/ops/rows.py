@@ -13,9 +13,11 @@ from torch import Tensor
 from depthgate.errors import InvalidValueError
 
 
-def _flat(index: Tensor, T: int) -> Tensor:
+def flat_index(index: Tensor, T: int) -> Tensor:
     """(B, N) indices within rows of T tokens -> (B*N,) indices into B*T tokens."""
-    starts = torch.arange(index.shape[0], device=index.device) * T
+    if index.shape[0] == 1 or T == 0:
+        return index.flatten()
+    starts = torch.arange(0, index.shape[0] * T, T, device=index.device)
     return (index + starts[:, None]).flatten()
 
 
@@ -31,12 +33,10 @@ def inverse_for_gathering(slot: Tensor | None, x: Tensor) -> Tensor | None:
     return slot[..., 0] if slot is not None and slot.shape[-1] == 1 and fusing else None
 
 
-def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None) -> Tensor:
-    """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]].
-
+def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None, flat: Tensor | None = None) -> Tensor:
+    """x (B, T, ...), index (B, N) -> (B, N, ...): row n of batch b is x[b, index[b, n]]. flat: flat_index(index, T).
     With the `inverse` (B, T) of `index`, -1 for tokens that are not taken, gradients come back by a gather; those of a
-    row that it does not name are dropped.
-    """
+    row that it does not name are dropped."""
     if inverse is not None:
         return _Gather.apply(x, index, inverse)  # type: ignore[no-any-return, no-untyped-call]
     B, T = x.shape[:2]
@@ -44,7 +44,7 @@ def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None) -> Tensor
     if x.numel() == 0:
         rows = x.new_zeros(B, index.shape[1], *features)
         return rows + x.sum() if x.is_floating_point() else rows  # what made x gets a gradient, of 0
-    flat = _flat(index, T)
+    flat = flat_index(index, T) if flat is None else flat
     rows = x.reshape(B * T, -1)
     return _shaped(rows.gather(0, flat[:, None].expand(-1, rows.shape[1])), B, index.shape[1], *features)
 
@@ -59,7 +59,7 @@ def add_rows(rows: Tensor, index: Tensor, T: int, inverse: Tensor | None = None)
     if inverse is not None:
         return _Gather.apply(rows, inverse, index)  # type: ignore[no-any-return, no-untyped-call]
     B, N, D = rows.shape
-    flat = _flat(index, T)
+    flat = flat_index(index, T)
     target = rows.new_zeros(B * T, D)
     return _shaped(target.scatter_add(0, flat[:, None].expand(-1, D), rows.reshape(B * N, D)), B, T, D)
 
@@ -70,10 +70,10 @@ def add_at(x: Tensor, rows: Tensor, index: Tensor) -> Tensor:
     return _AddAt.apply(x, rows, index)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def put_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+def put_rows(x: Tensor, index: Tensor, rows: Tensor, flat: Tensor | None = None) -> Tensor:
     """x (B, T, D), index (B, N) unique within a batch row, rows (B, N, D) -> x with those rows replaced."""
     B, T, D = x.shape
-    flat = _flat(index, T)
+    flat = flat_index(index, T) if flat is None else flat
     return _shaped(x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)), B, T, D)
 
 

@@ -5,6 +5,7 @@ and compiler that sorts keys right chooses the same tokens. Twins: `reference.to
 """
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from depthgate.flops import SLACK
 
 _LOWEST = -(2**31)  # int32: padding
 _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
+_FEW = 4096  # elements that a CPU sorts faster than it makes keys of them
 
 
 def budgets(capacity: float, tokens: Tensor) -> Tensor:
@@ -35,9 +37,17 @@ def ranking_keys(scores: Tensor, valid: Tensor | None = None) -> Tensor:
     return order * 2**31 + torch.arange(T - 1, -1, -1, device=s.device)
 
 
+def _sorts_at_once(x: Tensor) -> bool:
+    """True where one sort is faster than a choice in several small steps: while every step has to be launched."""
+    return not torch.compiler.is_compiling() and (x.is_cuda or x.numel() <= _FEW)
+
+
 def top_k(scores: Tensor, k: int) -> Tensor:
     """scores (..., T) -> the k best positions (..., k), ascending."""
-    best = ranking_keys(scores).topk(k, dim=-1, sorted=False).indices
+    if _sorts_at_once(scores):  # ascending, NaN comes last
+        best = scores.detach().float().neg().sort(dim=-1, stable=True).indices[..., :k]
+    else:
+        best = ranking_keys(scores).topk(k, dim=-1, sorted=False).indices
     return best.sort(dim=-1).values
 
 
@@ -64,6 +74,9 @@ def top_of_documents(scores: Tensor, valid: Tensor | None, doc: Tensor | None, c
 def compact(chosen: Tensor, slots: int) -> tuple[Tensor, Tensor]:
     """chosen (..., T) bool -> index and filled (..., slots): the chosen positions ascending, then empty slots,
     which hold other, distinct positions."""
+    if _sorts_at_once(chosen):
+        filled, index = chosen.sort(dim=-1, descending=True, stable=True)
+        return index[..., :slots], filled[..., :slots]
     position = torch.arange(chosen.shape[-1], device=chosen.device)
     up_to = chosen.cumsum(-1)
     count = up_to[..., -1:]
@@ -79,8 +92,9 @@ def choose(
     it costs nothing, slot (B, E, T): the slot of each token, -1 for none."""
     # A program of the kernel holds a whole row.
     if scores.is_cuda and scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works():
-        sizes = torch.arange(scores.shape[-1] + 1, device=scores.device)
-        limits = budgets(capacity, sizes).int()
+        limits = None  # all slots are filled
+        if valid is not None or doc is not None:
+            limits = budgets(capacity, torch.arange(scores.shape[-1] + 1, device=scores.device)).int()
         index, filled, slot = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
         return index, filled, slot
     if doc is None:
@@ -129,7 +143,7 @@ _works: bool | None = None
 
 @torch.library.custom_op("depthgate::choose", mutates_args=())
 def _choose_on_cuda(
-    scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int
+    scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor | None, slots: int
 ) -> list[Tensor]:
     from depthgate.ops import select_triton
 
@@ -137,7 +151,7 @@ def _choose_on_cuda(
 
 
 @_choose_on_cuda.register_fake
-def _(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int) -> list[Tensor]:  # noqa: ARG001
-    shape = (*scores.shape[:2], slots)
+def _(scores: Tensor, *others: Any) -> list[Tensor]:
+    shape = (*scores.shape[:2], others[-1])
     index, filled = scores.new_empty(shape, dtype=torch.int64), scores.new_empty(shape, dtype=torch.bool)
     return [index, filled, scores.new_empty(scores.shape, dtype=torch.int64)]

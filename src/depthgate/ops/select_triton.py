@@ -32,7 +32,9 @@ def _choose(scores, valid, doc, budgets, index, filled, slot, T, C, experts, BLO
         current = tl.sum(tl.where(t == first, label, 0), 0)
         member = left & (label == current)
         size = tl.sum(member.to(tl.int32), 0)
-        k = tl.load(budgets + size)
+        k = C
+        if budgets is not None:
+            k = tl.load(budgets + size)
         mine = tl.where(member, key, 0)
         threshold = tl.full([], 0, tl.int64)
         for i in range(32):
@@ -54,8 +56,10 @@ def _choose(scores, valid, doc, budgets, index, filled, slot, T, C, experts, BLO
     tl.store(slot + row * T + t, tl.where(chosen & (to < C), to, -1).to(tl.int64), t < T)
 
 
-def choose(scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor, slots: int) -> list[Tensor]:
-    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: how many a document of n tokens gets
+def choose(
+    scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor | None, slots: int
+) -> list[Tensor]:
+    """scores (B, E, T) fp32, valid and doc (B, T), budgets (T + 1,) int32: of a document of n tokens; None: all slots
     -> index and filled (B, E, slots), slot (B, E, T): the slot of each token, -1 for none."""
     B, E, T = scores.shape
     index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import check_choice, check_count, check_number
 from depthgate.flops import predictor_hidden
+from depthgate.ops.matmul import linear
 from depthgate.ops.select import budgets
 
 Mask = Tensor | None  # bool
@@ -45,8 +46,7 @@ class _Linear(nn.Linear):
         if self.out_features == 1 and torch.compiler.is_compiling():  # fused with what made x, where a product is not
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             return (wide * self.weight[0]).sum(-1, keepdim=True) + self.bias
-        # With its bias a product of three dims is a view on CPU, which FSDP2 warns of in what a module returns.
-        return F.linear(x, self.weight.to(x.dtype)) + self.bias.to(x.dtype)
+        return linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
 
 
 class Predictor(nn.Module):
@@ -90,10 +90,8 @@ class Threshold(nn.Module):
 
     @property
     def threshold(self) -> Tensor:
-        """(E,) the average, below which a score is not routed; -inf before the first update. Lower by more than it may
-        have been rounded up: where all batches are alike, the k-th token is routed."""
-        mean = self.average / self.weight
-        return torch.where(self.weight > 0, mean - 5e-7 * mean.abs(), -torch.inf)
+        """(E,) the average, below which a score is not routed; -inf before the first update."""
+        return (self.average / self.weight).nan_to_num(-torch.inf, torch.inf, -torch.inf)  # 0 / 0 before it
 
     def forward(self, x: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002
         return scores.detach() - self.threshold.to(scores.dtype)
@@ -127,7 +125,10 @@ class Threshold(nn.Module):
         before = (1 - self.weight).log() / math.log(max(self.decay, 1e-30))
         share = (_NEWEST / (before + _NEWEST)).clamp(min=1 - self.decay)
         mean = torch.where(self.weight > 0, self.average / self.weight, kth)
-        self.average.copy_(torch.where(usable, weight * (mean + share * (kth - mean)), self.average))
+        mean = mean + share * (kth - mean)
+        # Lower by more than it may be rounded up: where all batches are alike, the k-th token is routed.
+        average = weight * (mean - 5e-7 * mean.abs())
+        self.average.copy_(torch.where(usable, average, self.average))
         # As one element: torch 2.13 loses what compiled code writes into a float64 tensor of no axis.
         self.weight.view(1).copy_(torch.where(usable, weight, self.weight).view(1))
 

@@ -18,16 +18,14 @@ from depthgate.routing.plan import Groups, Plan, Slots
 def expert_mean(values: Tensor, valid: Tensor | None) -> Tensor:
     """Mean of values (B, T, ...) over valid tokens -> (...); the others are not looked at."""
     if valid is None:
-        count = torch.full((), values.shape[0] * values.shape[1], device=values.device)
-    else:
-        values = torch.where(valid.reshape(*valid.shape, *[1] * (values.ndim - 2)), values, 0.0)
-        count = valid.sum()
-    return values.sum((0, 1)) / count.clamp(min=1)
+        return values.mean((0, 1)) if values.shape[:2].numel() else values.sum((0, 1))
+    values = torch.where(valid.reshape(*valid.shape, *[1] * (values.ndim - 2)), values, 0.0)
+    return values.sum((0, 1)) / valid.sum().clamp(min=1)
 
 
 def valid_mean(values: Tensor, valid: Tensor | None) -> Tensor:
     """Mean of values (B, T, ...) over valid tokens and whatever follows."""
-    return expert_mean(values, valid).mean()
+    return values.mean() if valid is None and values.numel() else expert_mean(values, valid).mean()
 
 
 def causal_bce(plan: Slots) -> Tensor:

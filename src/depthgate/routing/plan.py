@@ -35,6 +35,8 @@ class Slots(NamedTuple):
     causal: bool = False  # chosen by the causal rule instead of the top k
     slot: Tensor | None = None  # (B, T, E) the slot of each token, -1 for none: the inverse of `tokens`, where known
     keep: Tensor | None = None  # (B, T) bool: tokens that every choice takes first; None: there are none
+    flat: Tensor | None = None  # (P * E * C,) `tokens` counted through all pools, where known
+    taken: Tensor | None = None  # (B, C, D) the tokens in the slots, where the one expert's router has taken them
 
     def __repr__(self) -> str:
         how = "causal choice" if self.causal else "top k"
@@ -46,7 +48,8 @@ class Slots(NamedTuple):
         # Empty slots are masked below, or there are none: gradients flow to the tokens that have a slot alone.
         masked = fill is not None or self.filled is None
         inverse = inverse_for_gathering(self.slot, x) if masked and x.is_floating_point() else None
-        rows = take_rows(self._pooled(x), self.tokens.reshape(P, E * C), inverse).reshape(P, E, C, *x.shape[2:])
+        rows = take_rows(self._pooled(x), self.tokens.reshape(P, E * C), inverse, self.flat)
+        rows = rows.reshape(P, E, C, *x.shape[2:])
         if fill is None or self.filled is None:
             return rows
         return rows.masked_fill(~self.filled.reshape(P, E, C, *[1] * (x.ndim - 2)), fill)
@@ -96,25 +99,25 @@ class Slots(NamedTuple):
         weighted = rows * self.gates[..., None].to(rows.dtype)
         return weighted if self.filled is None else torch.where(self.filled[..., None], weighted, 0.0)
 
-    def merge(self, x: Tensor, rows: Tensor, old: Tensor | None = None) -> Tensor:
+    def merge(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows that carry their own residual: x (B, T, D), rows (B, 1, C, D) -> x with each routed token taken from
         x (gate 0) to its row (gate 1). A gate of one gives the row itself, and an equal row gives x, bit for bit.
-        `old` (B, C, D): the rows of x, where the caller has them.
         """
         dtype = torch.promote_types(x.dtype, rows.dtype)
         wide = torch.promote_types(dtype, torch.float32)  # in fp16 the difference of two rows may overflow
-        old, new = (self.dispatch(x)[:, 0] if old is None else old).to(wide), rows[:, 0].to(wide)
+        old, new = self.dispatch(x)[:, 0].to(wide), rows[:, 0].to(wide)
         step = (new - old).nan_to_num(0.0, 0.0, 0.0)  # inf - inf: as far as the row itself goes
         new = new + (self.gates[:, 0, :, None] - 1).to(wide) * step
         if self.filled is not None:
             new = torch.where(self.filled[:, 0, :, None], new, old)
-        return put_rows(x.to(dtype), self.tokens[:, 0], new.to(dtype))
+        return put_rows(x.to(dtype), self.tokens[:, 0], new.to(dtype), self.flat)
 
     def first_experts(self, n: int) -> "Slots":
         """The slots of the first n experts alone (those after them are null: their slots hold no work)."""
         filled = None if self.filled is None else self.filled[:, :n]
         slot = None if self.slot is None else self.slot[..., :n]
-        return self._replace(tokens=self.tokens[:, :n], gates=self.gates[:, :n], filled=filled, slot=slot)
+        tokens, gates = self.tokens[:, :n], self.gates[:, :n]
+        return self._replace(tokens=tokens, gates=gates, filled=filled, slot=slot, flat=None, taken=None)
 
     def rows(self, batch: Tensor, slots: int) -> "Slots":
         """The plan of some rows of the batch (N,), cut to their first slots."""
@@ -129,9 +132,8 @@ class Slots(NamedTuple):
         """(B, T, E) bool: the tokens this plan routes."""
         if self.slot is not None:
             return self.slot >= 0
-        filled = torch.ones_like(self.tokens, dtype=torch.bool) if self.filled is None else self.filled
-        none = torch.zeros_like(self.scores, dtype=torch.bool)
-        return self._pooled(none).scatter(1, self.tokens.mT, filled.mT).view_as(none)
+        none, filled = torch.zeros_like(self.scores, dtype=torch.bool), True if self.filled is None else self.filled.mT
+        return self._pooled(none).scatter(1, self.tokens.mT, filled).view_as(none)
 
     @property
     def of_experts(self) -> bool:

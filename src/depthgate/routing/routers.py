@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
-from depthgate.ops.rows import check_per_token, check_tokens, inverse_for_gathering, plain_positions, take_rows
+from depthgate.ops.matmul import linear
+from depthgate.ops.rows import (
+    check_per_token,
+    check_tokens,
+    flat_index,
+    inverse_for_gathering,
+    plain_positions,
+    take_rows,
+)
 from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
@@ -47,20 +55,17 @@ class Scorer(nn.Module):
             if len(weight) == 1 and torch.compiler.is_compiling():
                 # The compiler fuses this with the cast to fp32; for a product it would write all tokens in fp32 first.
                 scores = (x * weight[0]).sum(-1, keepdim=True)
-            else:
-                scores = F.linear(x, weight)
-            return scores if self.bias is None else scores + self.bias.to(x.dtype)
+                return scores if self.bias is None else scores + self.bias.to(x.dtype)
+            return linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
     def extra_repr(self) -> str:
         return f"dim={self.weight.shape[1]}, outputs={len(self.weight)}, bias={self.bias is not None}"
 
 
 class RandomScorer(nn.Module):
-    """Scores by chance: the control that a learnt router is compared with (Raposo et al. 2024, section 4.1).
-
-    Uniform, and at least 0 for a share `capacity` of the tokens. While the model trains, scores are drawn in every
-    pass; otherwise a token's score is that of its position, so that the same tokens are taken with a cache and without.
-    """
+    """Scores by chance: the control that a learnt router is compared with (Raposo et al. 2024, section 4.1). Uniform,
+    and at least 0 for a share `capacity` of the tokens. While the model trains, scores are drawn in every pass;
+    otherwise a token's score is that of its position, so that the same are taken with a cache and without."""
 
     salt: Tensor
 
@@ -93,7 +98,6 @@ def features(x: Tensor, valid: Tensor | None) -> Tensor:
 
 class TopTokens(nn.Module):
     """Each expert takes its k best tokens: Mixture-of-Depths with one expert, expert choice with several.
-
     Score every token; ask the causal rule, whose loss wants its answer in any case; choose. That is k = max(1,
     floor(capacity * n)) of the n valid tokens of each document, or of the whole batch, by their scores; or, with
     `causal=True`, each token by the `rule` alone, so that counts differ from row to row.
@@ -115,8 +119,7 @@ class TopTokens(nn.Module):
     ) -> None:
         """across_experts: rank a token by its log-probability for each expert, not by its logit (expert choice).
         scorer: a module such as RandomScorer in place of the learnt scores.
-        scores_have_no_loss: a promise that no loss reads `Slots.scores`. Gradients then reach the router through the
-            gates of routed tokens alone, and nothing of the other tokens is kept for the backward pass.
+        scores_have_no_loss: no loss reads `Slots.scores`: gradients reach the router through gates of routed tokens.
         pool: "sequence", or "batch": an expert takes its tokens out of all those of a batch, whatever their documents.
         normed: score tokens scaled to a mean square of one, for routers that read the residual stream.
         """
@@ -128,8 +131,7 @@ class TopTokens(nn.Module):
         self.across_experts = across_experts
         self.pool = check_choice(pool, "pool", POOLS)
         self.normed = normed
-        # One expert's bias changes no choice of the top k. It lets the scores of a few tokens be positive and of the
-        # rest negative, which is what `causal_bce` asks of them.
+        # One expert's bias changes no choice of the top k; `causal_bce` asks for scores of both signs.
         if scorer is not None and not isinstance(scorer, nn.Module):
             raise InvalidValueError(f"scorer is {scorer!r}: it must be a module, such as RandomScorer()")
         self.proj: Any = Scorer(dim, experts, bias=True) if scorer is None else scorer
@@ -157,13 +159,10 @@ class TopTokens(nn.Module):
         """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart; keep (B, T) bool,
         tokens that are taken first whatever their score.
 
-        max_documents: the most documents a row of `doc` holds, where the caller knows: the number of slots is then
-            known without asking the device.
-        fewest_slots: 1 gives a causal choice of no token one empty slot, so that the block is called all the same. A
-            process that shares its weights with others (FSDP2) would else leave them waiting. With gradients there is
-            one in any case.
-        slots: the number of slots of a causal choice, for a caller that looks whether they suffice: tokens beyond them
-            are left out, and the device is not waited for.
+        max_documents: the most that a row of `doc` holds, if known: slots are then counted without asking the device.
+        fewest_slots: 1 gives a causal choice of no token an empty slot, so that the block is called all the same, as
+            FSDP2 needs it; with gradients there is one in any case.
+        slots: those of a causal choice, for a caller that looks whether they suffice: no token beyond them is taken.
         """
         _check_call(x, self.dim, pos, doc)
         if keep is not None:
@@ -177,25 +176,27 @@ class TopTokens(nn.Module):
                 scores = self._ranked(logits)
         # Outside, so that a predictor's products are as fast as any: it has no say in which tokens training picks.
         decision = checked(self.rule(tokens, scores), scores.shape, "rule")
-        ranked, wanted = scores.detach(), decision.detach() >= 0
-        if keep is not None:
-            ranked = torch.where(keep[..., None], torch.inf, ranked)
-            wanted = wanted | keep[..., None]
         if causal:
+            wanted = decision.detach() >= 0 if keep is None else (decision.detach() >= 0) | keep[..., None]
             marked = self._by_pool(wanted if valid is None else wanted & valid[..., None])
-            taken: _Taken = (*compact(marked, _slots_for(marked, fewest_slots) if slots is None else slots), None)
-        elif self.pool == "batch":
-            taken = self._choose(self._by_pool(ranked), None if valid is None else valid.reshape(1, -1), None, None)
+            chosen, filled, slot = _marked_slots(marked, fewest_slots, slots)
         else:
-            taken = self._choose(ranked.mT, valid, doc, max_documents)
-        chosen, filled, slot = taken
-        picked = self._routed_scores(x, chosen, filled, slot) if sparse else self._by_pool(scores).gather(2, chosen)
+            ranked = scores.detach() if keep is None else torch.where(keep[..., None], torch.inf, scores.detach())
+            of_batch = None if valid is None else valid.reshape(1, -1), None, None
+            given = (valid, doc, max_documents) if self.pool == "sequence" else of_batch
+            chosen, filled, slot = self._choose(self._by_pool(ranked), *given)
+        flat, rows = flat_index(chosen.flatten(1), x.shape[:2].numel() // max(1, len(chosen))), None
+        if sparse:  # the scores of routed tokens, computed again from them alone
+            known = None if slot is None or filled is not None else slot.mT
+            rows = take_rows(x, chosen[:, 0], inverse_for_gathering(known, x), flat)
+            picked = self.proj(self._features(rows, None if filled is None else filled[:, 0])).mT
+        else:
+            picked = self._by_pool(scores).gather(2, chosen)
         picked = picked.nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         gates = checked(self.gate(picked), picked.shape, "gate")
-        if filled is not None:
-            gates = torch.where(filled, gates, 0.0)
+        gates = gates if filled is None else gates * filled
         slot = None if slot is None else slot.mT.reshape(scores.shape)
-        return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep)
+        return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep, flat, rows)
 
     def decide(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N, D) at positions (N,), each by itself: True where the causal rule routes it (N, E), and gates."""
@@ -215,12 +216,6 @@ class TopTokens(nn.Module):
     def _ranked(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1) if self.across_experts else logits
 
-    def _routed_scores(self, x: Tensor, chosen: Tensor, filled: Tensor | None, slot: Tensor | None) -> Tensor:
-        """The scores (B, 1, C) of routed tokens, computed again from them alone."""
-        rows = take_rows(x, chosen[:, 0], inverse_for_gathering(None if slot is None else slot.mT, x))
-        scores: Tensor = self.proj(self._features(rows, None if filled is None else filled[:, 0]))
-        return scores.mT
-
     def _choose(self, ranked: Tensor, valid: Tensor | None, doc: Tensor | None, max_documents: int | None) -> _Taken:
         """ranked (B, E, T) -> the top k."""
         T = ranked.shape[2]
@@ -239,8 +234,7 @@ class TopTokens(nn.Module):
         return choose(ranked, valid, doc, self.capacity, min(T, k + max_documents - 1))
 
     def update(self, plan: Slots, unless: Tensor | None = None) -> None:
-        """After a training step: move the rule's threshold by what this plan's scores were, where it has one.
-        unless: a bool on the device; where it is true, nothing moves."""
+        """Move the rule's threshold, if it has one, by a plan's scores, `unless` (a bool on the device) is true."""
         if not isinstance(self.rule, Threshold):
             return
         ranked = self._ranked(plan.scores.detach())
@@ -253,10 +247,18 @@ class TopTokens(nn.Module):
         self.rule.move(taken.amin((0, 2)), True if unless is None else ~unless)
 
 
+def _marked_slots(marked: Tensor, fewest: int, slots: int | None) -> _Taken:
+    """Tokens that are marked (P, E, tokens of a pool), in so many slots, or in as many as are needed."""
+    if slots is None and marked.shape[:2] == (1, 1) and not torch.compiler.is_compiling():
+        found = marked[0].nonzero()[None, None, :, 1]  # waits for the device, and leaves no slot empty
+        if found.shape[2] >= max(fewest, int(torch.is_grad_enabled())):
+            return found, None, None
+    return *compact(marked, _slots_for(marked, fewest) if slots is None else slots), None
+
+
 def _slots_for(marked: Tensor, fewest: int = 0) -> int:
-    """The number of slots that the fullest row needs: one host sync. A compiled graph cannot sync and gets T, which
-    computes more and is as right. With gradients there is at least one, so that every parameter gets one (of 0).
-    """
+    """The number of slots that the fullest row needs: one host sync. A compiled graph gets T. With gradients there is
+    at least one, so that every parameter gets one (of 0)."""
     if torch.compiler.is_compiling() or not marked.numel():
         return marked.shape[-1]
     return max(int(marked.sum(-1).max()), int(torch.is_grad_enabled()), fewest)
