@@ -5,26 +5,29 @@ graph that is replayed, and nothing in it waits for the host: the engine can be 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from depthgate.cache import LayerCache
 from depthgate.config import ROUTED_KINDS
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import Filters, as_numbers, pick, uniform
+from depthgate.generation.sampling import Filters, as_numbers, pick, uniform, used_filters
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
-from depthgate.ops.attention import rotation, with_half_of
+from depthgate.ops.attention import rotation
 from depthgate.ops.decode import (
     Heads,
     Layer,
     Pages,
     Rows,
+    Span,
     add_linear,
     add_rows,
     attend,
+    attend_span,
     begin,
     by_kernels,
     chosen_rows,
@@ -35,6 +38,7 @@ from depthgate.ops.decode import (
     routed_layer,
     tile_of,
 )
+from depthgate.ops.select import compact
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
 from depthgate.routing.routers import Scorer, TopTokens
@@ -78,6 +82,13 @@ def _to_host(each: Tensor) -> Tensor:
     return torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
 
 
+class Unread(NamedTuple):
+    """What is known of prompts that are not read to their ends."""
+
+    last_keys: Tensor  # (layers, B, G, d) where keys take half from the token before
+    seen: Tensor  # (B, V) tokens that were read
+
+
 class _Layer(NamedTuple):
     block: Block
     router: Any  # None in a layer that every token goes through
@@ -105,9 +116,7 @@ class Batch:
 
         dense_kv = zeros(dense + 1, kinds.count(False), *page, dtype=weight.dtype)
         routed_kv = zeros(routed + 1, *page, dtype=weight.dtype)
-        self.last_keys = [
-            zeros(rows, page[1], page[3], dtype=weight.dtype) if config.key_shift else None for _ in kinds
-        ]
+        self.last_keys = zeros(len(kinds) * config.key_shift, rows, page[1], page[3], dtype=weight.dtype)
         self.tables = zeros(groups, rows, -(-config.context // size), dtype=torch.int32)
         self.lengths = zeros(groups, rows, dtype=torch.int32)
         self.alive, self.all_rows = zeros(dtype=torch.int32), torch.arange(rows, device=self.device)
@@ -133,43 +142,117 @@ class Batch:
         self.turns = zeros(_TURNS, dtype=torch.int32)
         self.ring = torch.zeros(RING, (1 + groups) * rows, dtype=torch.int32, pin_memory=weight.is_cuda)
         self.steps, self.begun = zeros(), 0  # on the device, and as the host counts
+        self.waits = not weight.is_cuda  # True where to ask the device for a number costs nothing
         self._graphs: dict[tuple[Any, ...], Callable[[], Likely | None]] = {}
 
-    def put(
+    def unread(self, prompts: int) -> Unread:
+        """The state of so many prompts before anything is read of them."""
+        keys, seen = self.last_keys.shape, self.seen.shape[1]
+        return Unread(self.last_keys.new_zeros(keys[0], prompts, *keys[2:]), self.seen.new_zeros(prompts, seen))
+
+    def read(
         self,
-        caches: Sequence[LayerCache],
-        of: int,
-        tables: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        **state: Tensor,
-    ) -> int:
-        """Begin a row with what row `of` of some caches holds: so many entries in each group of layers, which go into
-        the pages of the tables; and with its state. Returns the row."""
-        row = self.live
-        for group, pages in enumerate(tables):
-            self.tables[group, row] = TRASH
-            self.set_pages(row, group, 0, pages)
-            self.lengths[group, row] = lengths[group]
-        for layer, last_key, cache in zip(self.layers, self.last_keys, caches, strict=True):
-            n = lengths[layer.group]
-            if cache.store is None or not n:
+        parts: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[Sequence[int]]],
+        past: Sequence[int],
+        state: Unread,
+    ) -> tuple[Tensor, Tensor]:
+        """Read the next tokens of prompts, whose entries go into the pages of the tables, of each group of layers.
+        `past`: entries of one prompt in each group before; 0 where there are several. Returns logits (B, V) after the
+        last tokens, and (L, B, T) on the host: 1 where a token entered a routed layer. Waits for the device once; again
+        only where more tokens entered a layer than there were slots for."""
+        T, groups, device = max(map(len, parts)), range(len(past)), self.device
+        tokens = torch.tensor([[*ids, *ids[-1:] * (T - len(ids))] for ids in parts]).to(device)
+        most = max(len(pages) for table in tables for pages in table)
+        padded = [[[*table[g], *[TRASH] * (most - len(table[g]))] for table in tables] for g in groups]
+        where, sizes = torch.tensor(padded).to(device), torch.tensor([len(ids) for ids in parts]).to(device)
+        state.seen.scatter_(1, tokens, True)
+        keys, few = state.last_keys.clone(), min(T, int(2 * self.model.config.capacity * T) + 64)
+        for slots in (None,) if self.waits else (few, T):
+            state.last_keys.copy_(keys)
+            x, entered = self._through(tokens, sizes, where, past, state.last_keys, slots)
+            host = entered.cpu()
+            if slots is None or not len(host) or host.sum(2).max() <= slots:
+                break
+        last = x.view(*tokens.shape, -1)[torch.arange(len(parts), device=device), sizes - 1]
+        norm = self.model.norm
+        return linear(last, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
+
+    def _through(
+        self, tokens: Tensor, sizes: Tensor, where: Tensor, past: Sequence[int], last_keys: Tensor, slots: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream (B T, D) after all layers, and who entered the routed ones (L, B, T). With `slots` nothing
+        waits for the device, and tokens beyond them are left out."""
+        (B, T), model = tokens.shape, self.model
+        place = torch.arange(T, device=self.device)
+        real, pos = (place < sizes[:, None]).flatten(), (place + past[0]).repeat(B)
+        x, cos, sin = model.embed(tokens.flatten()), self.cos[pos], self.sin[pos]
+        x = F.rms_norm(x, x.shape[-1:]) if model.config.embed_norm else x
+        all_of_them, record = self._span(where[0], past[0], sizes, T), [torch.zeros(0, B, T, dtype=torch.bool)]
+        for n, layer in enumerate(self.layers):
+            own = last_keys[n] if len(last_keys) else None
+            pages, group = Pages(layer.kv, where[layer.group], sizes, own), layer.group
+            if layer.router is None:
+                around = partial(attend_span, cos=cos, sin=sin, heads=layer.heads, pages=pages, span=all_of_them)
+                self._add_update(layer, x, None, None, around)
                 continue
-            k, v = cache.store.k[of, :, :n], cache.store.v[of, :, :n]  # (G, n, d)
-            if last_key is not None:
-                last_key[row] = k[:, -1]
-                k = with_half_of(k, torch.cat((k[:, :1], k[:, :-1]), 1))
-            pages, full, rest = tables[layer.group], n // self.size, n % self.size
-            for place, each in enumerate((k, v)):
-                if full:
-                    whole = each[:, : n - rest].reshape(len(each), full, self.size, -1).transpose(0, 1)
-                    layer.kv[torch.tensor(pages[:full], device=self.device), place] = whole
-                if rest:
-                    layer.kv[pages[full], place, :, :rest] = each[:, n - rest :]
-        self.pos[row] = lengths[0]
-        for name, value in state.items():
-            getattr(self, name)[row] = value
-        self._set_live(row + 1)
-        return row
+            wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
+            wanted = (wanted & real).view(B, T)
+            record.append(wanted[None])
+            many = wanted.sum(1)
+            C = int(many.max()) if slots is None else slots
+            if C == 0:
+                continue
+            index, filled = compact(wanted, C)
+            flat = (index + T * torch.arange(B, device=self.device)[:, None]).flatten()
+            taken, span = x[flat], self._span(where[group], past[group], many, C)
+            around = partial(attend_span, cos=cos[flat], sin=sin[flat], heads=layer.heads, pages=pages, span=span)
+            self._add_update(layer, taken, None, gates[flat], around)
+            x.index_copy_(0, flat, torch.where(filled.view(-1, 1), taken, x[flat]))
+        return x, torch.cat([each.to(self.device) for each in record])
+
+    def _span(self, table: Tensor, past: int, many: Tensor, C: int) -> Span:
+        """Places in the pages of a table (B, n) for C entries of each row, after those that are there."""
+        place = torch.arange(C, device=self.device)
+        entry = place + past
+        page = table[:, (entry // self.size).clamp(max=table.shape[1] - 1)]
+        page = torch.where(place < many[:, None], page, TRASH)
+        return Span(page, (entry % self.size).expand_as(page), many, past)
+
+    def begin(
+        self,
+        logits: Tensor,
+        tables: Sequence[Sequence[Sequence[int]]],
+        lengths: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        drawn: Sequence[int],
+        samplings: Sequence[Sampling],
+        state: Unread,
+    ) -> Tensor:
+        """Begin rows with prompts that were read, and pick their first tokens, which are returned."""
+        rows = slice(self.live, self.live + len(logits))
+        self._set_live(rows.stop)
+        padded = [
+            [[*table[g], *[TRASH] * (self.tables.shape[2] - len(table[g]))] for table in tables]
+            for g in range(len(self.tables))
+        ]
+        self.tables[:, rows] = torch.tensor(padded, dtype=torch.int32)
+        self.lengths[:, rows] = torch.tensor(lengths, dtype=torch.int32).T
+        self.pos[rows] = self.lengths[0, rows]
+        numbers = [as_numbers(each) for each in samplings]
+        self.options[rows] = torch.tensor(numbers, dtype=torch.float64)
+        self.seeds[rows], self.drawn[rows] = torch.tensor(seeds), torch.tensor(drawn)
+        self.seen[rows] = state.seen
+        self.last_keys[:, rows] = state.last_keys
+        tokens = self._picked(logits, rows, used_filters(samplings))
+        self.token[rows] = tokens
+        self.drawn[rows] += 1
+        self.seen[rows].scatter_(1, tokens[:, None], True)
+        return tokens
+
+    def _picked(self, logits: Tensor, rows: slice, used: tuple[bool, ...]) -> Tensor:
+        numbers = uniform(self.seeds[rows], self.drawn[rows]) if used[0] else None
+        return pick(logits, Filters.of(self.options[rows], used), self.seen[rows], numbers)
 
     def set_pages(self, row: int, group: int, first: int, pages: Sequence[int]) -> None:
         """Write pages into the table of a row, from place `first` on."""
@@ -180,7 +263,7 @@ class Batch:
         self._set_live(self.live - 1)
         if row != self.live:
             state = [self.token, self.pos, self.seeds, self.drawn, self.seen, self.options]
-            state += [self.tables.transpose(0, 1), self.lengths.T, *(k for k in self.last_keys if k is not None)]
+            state += [self.tables.transpose(0, 1), self.lengths.T, self.last_keys.transpose(0, 1)]
             for each in state:
                 each[row] = each[self.live]
 
@@ -211,15 +294,7 @@ class Batch:
 
     def _captured(self, B: int, used: tuple[bool, ...], top: int | None) -> Callable[[], Likely | None]:
         """The step of the first B rows as a CUDA graph."""
-        kept = [
-            self.token,
-            self.pos,
-            self.drawn,
-            self.lengths,
-            self.seen,
-            self.steps,
-            *(k for k in self.last_keys if k is not None),
-        ]
+        kept = [self.token, self.pos, self.drawn, self.lengths, self.seen, self.steps, self.last_keys]
         before = [each.clone() for each in kept]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -247,7 +322,7 @@ class Batch:
         record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
             if layer.router is None:
-                self._add_update(n, x, all_rows, None, cos, sin)
+                self._step_through(n, x, all_rows, None, cos, sin)
                 continue
             entered = record[1 + layer.group]
             if B == 1 and layer.whole is not None:
@@ -257,12 +332,11 @@ class Batch:
                 continue
             rows, gates = self._decide(layer, x, pos, entered)
             if len(rows.places):
-                self._add_update(n, x, rows, gates, cos, sin)
+                self._step_through(n, x, rows, gates, cos, sin)
         logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         state = record, self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         if any(used):
-            numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
-            tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
+            tokens = self._picked(logits, slice(B), used)
             record[1] = logits.amax(-1).isfinite()
             finish(tokens, self.alive, *state)
         else:
@@ -281,17 +355,25 @@ class Batch:
         return rows._replace(turns=self.turns), gates
 
     def _pages(self, n: int, B: int) -> Pages:
-        layer, last_key = self.layers[n], self.last_keys[n]
-        last_key = None if last_key is None else last_key[:B]
+        layer = self.layers[n]
+        last_key = self.last_keys[n, :B] if len(self.last_keys) else None
         return Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
 
-    def _add_update(self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-        """Add the update of a layer to its rows of x."""
-        layer = self.layers[n]
+    def _step_through(
+        self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor
+    ) -> None:
+        """Add the update of a layer to its rows of x, one token each."""
+        layer, splits = self.layers[n], _splits(len(x), gates is not None)
+        call = {"rows": rows, "cos": cos, "sin": sin, "heads": layer.heads, "pages": self._pages(n, len(x))}
+        self._add_update(layer, x, rows, gates, partial(attend, **call, splits=splits))
+
+    def _add_update(
+        self, layer: _Layer, x: Tensor, rows: Rows | None, gates: Tensor | None, attend: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Add the update of a layer to its rows of x; `attend` has the keys and values of those before them."""
         block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
         qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        attended = attend(qkv, rows, cos, sin, layer.heads, self._pages(n, len(x)), _splits(len(x), gates is not None))
-        attended = linear(attended, rows, attention.out.weight, gather=False)
+        attended = linear(attend(qkv), rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):
             hidden = linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)

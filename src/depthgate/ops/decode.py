@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 
-from depthgate.ops.attention import rope, with_half_of
+from depthgate.ops.attention import rope, with_half_of, without_cudnn
 
 
 def tile_of(rows: int) -> int:
@@ -206,13 +208,10 @@ def attend(
     if rows is not None and by_kernels(qkv):
         return kernels().attend(qkv, rows, cos, sin, heads, pages, splits)  # type: ignore[no-any-return]
     index, size = None if rows is None else rows.taken, pages.kv.shape[3]
-    H, G, d = heads.heads, heads.kv_heads, heads.dim
     lengths = pages.lengths
     if index is not None:
         cos, sin, lengths = cos[index], sin[index], lengths[index]
-    q, k, v = qkv.view(-1, H + 2 * G, d).split((H, G, G), dim=1)  # type: ignore[no-untyped-call]
-    q = rope(q if heads.q_norm is None else F.rms_norm(q, (d,), heads.q_norm, heads.eps), cos[:, None], sin[:, None])
-    k = rope(k if heads.k_norm is None else F.rms_norm(k, (d,), heads.k_norm, heads.eps), cos[:, None], sin[:, None])
+    q, k, v = _turned(qkv, cos, sin, heads)
     place = slice(None) if index is None else index
     if pages.last_key is not None:
         before = torch.where((lengths > 0)[:, None, None], pages.last_key[place], k)
@@ -226,8 +225,50 @@ def attend(
     allowed = None
     if len(q) > 1:
         allowed = (torch.arange(most, device=qkv.device) <= lengths[:, None])[:, None, None]
-    y = F.scaled_dot_product_attention(q.view(-1, G, H // G, d), keys, values, allowed)
-    return y.reshape(-1, H * d)
+    grouped = q.view(-1, heads.kv_heads, heads.heads // heads.kv_heads, heads.dim)
+    return F.scaled_dot_product_attention(grouped, keys, values, allowed).reshape(len(q), -1)
+
+
+def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (N, H, d), keys and values (N, G, d) of a projection (N, (H + 2 G) d), turned by cos and sin (N, d/2)."""
+    H, G, d = heads.heads, heads.kv_heads, heads.dim
+    q, k, v = qkv.view(-1, H + 2 * G, d).split((H, G, G), dim=1)  # type: ignore[no-untyped-call]
+    q = q if heads.q_norm is None else F.rms_norm(q, (d,), heads.q_norm, heads.eps)
+    k = k if heads.k_norm is None else F.rms_norm(k, (d,), heads.k_norm, heads.eps)
+    return rope(q, cos[:, None], sin[:, None]), rope(k, cos[:, None], sin[:, None]), v
+
+
+class Span(NamedTuple):
+    """New entries of several rows, one after another in each: C of them, of which the first `many` are real."""
+
+    page: Tensor  # (B, C) the page of each entry
+    place: Tensor  # (B, C) its place within the page
+    many: Tensor  # (B,)
+    past: int  # entries that came before them; 0 where there is more than one row
+
+
+def attend_span(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, pages: Pages, span: Span) -> Tensor:
+    """`attend` of many new tokens, (B C, (H + 2 G) d) -> (B C, H d), at the angles of cos and sin (B C, d/2): each to
+    the entries before it in its row and to itself. Last keys are those of the real entries alone."""
+    (B, C), (H, G, d) = span.page.shape, heads[:3]
+    q, k, v = (each.view(B, C, -1, d) for each in _turned(qkv, cos, sin, heads))
+    if pages.last_key is not None:
+        first = pages.last_key[:, None] if span.past else k[:, :1]
+        before = torch.cat((first, k), 1)  # the place of an entry is here that of the one before it
+        pages.last_key.copy_(before[torch.arange(B, device=k.device), span.many])
+        k = with_half_of(k, before[:, :-1])
+    pages.kv[span.page, 0, :, span.place] = k
+    pages.kv[span.page, 1, :, span.place] = v
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if span.past:
+        stored = pages.kv.index_select(0, pages.table[0, : -(-span.past // pages.kv.shape[3])])
+        past = stored.permute(1, 2, 0, 3, 4).reshape(2, 1, G, -1, d)[:, :, :, : span.past]
+        k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+    if G != H:
+        k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
+    with without_cudnn(q.is_cuda, SDPBackend.FLASH_ATTENTION):
+        y = F.scaled_dot_product_attention(q, k, v, causal_lower_right(C, k.shape[2]))
+    return y.transpose(1, 2).reshape(B * C, H * d)
 
 
 def decide(
