@@ -14,7 +14,7 @@ from torch import Tensor
 
 from depthgate.config import ROUTED_KINDS
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import Filters, as_numbers, pick, uniform, used_filters
+from depthgate.generation.sampling import Filters, Likely, as_numbers, likely, pick, uniform, used_filters
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops.attention import rotation
@@ -45,21 +45,9 @@ from depthgate.routing.routers import Scorer, TopTokens
 
 TRASH = 0  # the page of rows that hold nothing
 _TURNS = 4096  # tiles of a product whose programs may take turns
+_SPARE_SLOTS = 64  # of a routed layer, beyond twice those that tokens of a prompt take on average
 RING = 16  # steps whose results are kept for the host
 _WARMUP = 2  # steps before a capture, in which kernels are compiled
-
-
-class Likely(NamedTuple):
-    """Log-probabilities, as the model says, before all filters."""
-
-    token: Tensor  # (N,) of the token that was picked
-    best: Tensor  # (N, n) of the likeliest, best first
-    ids: Tensor  # (N, n) which these are
-
-    def read(self) -> list[tuple[float, list[tuple[int, float]]]]:
-        """Those of each row, for the host. Waits for the device."""
-        best = [list(zip(*row, strict=True)) for row in zip(self.ids.tolist(), self.best.tolist(), strict=True)]
-        return list(zip(self.token.tolist(), best, strict=True))
 
 
 class Taken(NamedTuple):
@@ -80,6 +68,15 @@ class Taken(NamedTuple):
 
 def _to_host(each: Tensor) -> Tensor:
     return torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
+
+
+Table = list[list[int]]  # the pages of one row, of each group of layers
+
+
+def _padded(tables: Sequence[Table], width: int) -> Tensor:
+    """(groups, B, width) int32, with TRASH after the pages of each."""
+    each = [[[*pages, *[TRASH] * (width - len(pages))] for pages in group] for group in zip(*tables, strict=True)]
+    return torch.tensor(each, dtype=torch.int32)
 
 
 class Unread(NamedTuple):
@@ -123,14 +120,13 @@ class Batch:
         self.token, self.pos, self.seeds, self.drawn = (zeros(rows) for _ in range(4))
         self.seen = zeros(rows, config.vocab, dtype=torch.bool)
         # In rows that are not in use, too, filters are in range.
-        self.options = torch.tensor(
-            [as_numbers(Sampling(temperature=0.0))], dtype=torch.float64, device=self.device
-        ).repeat(rows, 1)
+        greedy = as_numbers(Sampling(temperature=0.0))
+        self.options = torch.tensor([greedy] * rows, dtype=torch.float64, device=self.device)
         places, wide = (
-            torch.arange(config.context, device=self.device),
+            torch.arange(config.context)[None].to(self.device),
             torch.promote_types(weight.dtype, torch.float32),
         )
-        angles = rotation(places[None], attention.head_dim // 2, attention.rope_base, wide)
+        angles = rotation(places, attention.head_dim // 2, attention.rope_base, wide)
         self.cos, self.sin = (each[0, :, 0] for each in angles)  # (context, d/2)
         self.layers: list[_Layer] = []
         for n, (layer, block) in enumerate(zip(model.layers, blocks, strict=True)):
@@ -147,107 +143,86 @@ class Batch:
 
     def unread(self, prompts: int) -> Unread:
         """The state of so many prompts before anything is read of them."""
-        keys, seen = self.last_keys.shape, self.seen.shape[1]
-        return Unread(self.last_keys.new_zeros(keys[0], prompts, *keys[2:]), self.seen.new_zeros(prompts, seen))
+        layers, _, *key = self.last_keys.shape
+        return Unread(self.last_keys.new_zeros(layers, prompts, *key), self.seen.new_zeros(prompts, self.seen.shape[1]))
 
-    def read(
-        self,
-        parts: Sequence[Sequence[int]],
-        tables: Sequence[Sequence[Sequence[int]]],
-        past: Sequence[int],
-        state: Unread,
-    ) -> tuple[Tensor, Tensor]:
-        """Read the next tokens of prompts, whose entries go into the pages of the tables, of each group of layers.
-        `past`: entries of one prompt in each group before; 0 where there are several. Returns logits (B, V) after the
-        last tokens, and (L, B, T) on the host: 1 where a token entered a routed layer. Waits for the device once; again
-        only where more tokens entered a layer than there were slots for."""
-        T, groups, device = max(map(len, parts)), range(len(past)), self.device
-        tokens = torch.tensor([[*ids, *ids[-1:] * (T - len(ids))] for ids in parts]).to(device)
-        most = max(len(pages) for table in tables for pages in table)
-        padded = [[[*table[g], *[TRASH] * (most - len(table[g]))] for table in tables] for g in groups]
-        where, sizes = torch.tensor(padded).to(device), torch.tensor([len(ids) for ids in parts]).to(device)
+    def read(self, parts: Table, tables: Sequence[Table], past: list[int], state: Unread) -> tuple[Tensor, Tensor]:
+        """Read the next tokens of prompts, whose entries go into the pages of the tables. `past`: entries that one
+        prompt has in each group of layers already; 0 where there are several. Returns logits (B, V) after the last
+        tokens, and on the host (L, B, T): 1 where a token entered a routed layer. Waits for the device once; again only
+        where more tokens entered a layer than there were slots for."""
+        B, T, width = len(parts), max(map(len, parts)), max(len(pages) for table in tables for pages in table)
+        tokens = torch.tensor([[*ids, *ids[-1:] * (T - len(ids))] for ids in parts]).to(self.device)
+        sizes = torch.tensor([len(ids) for ids in parts]).to(self.device)
+        span = partial(self._span, tables, _padded(tables, width).to(self.device), past)
         state.seen.scatter_(1, tokens, True)
-        keys, few = state.last_keys.clone(), min(T, int(2 * self.model.config.capacity * T) + 64)
+        keys, few = state.last_keys.clone(), min(T, int(2 * self.model.config.capacity * T) + _SPARE_SLOTS)
         for slots in (None,) if self.waits else (few, T):
             state.last_keys.copy_(keys)
-            x, entered = self._through(tokens, sizes, where, past, state.last_keys, slots)
+            x, entered = self._through(tokens, sizes, past[0], span, state.last_keys, slots)
             host = entered.cpu()
             if slots is None or not len(host) or host.sum(2).max() <= slots:
                 break
-        last = x.view(*tokens.shape, -1)[torch.arange(len(parts), device=device), sizes - 1]
-        norm = self.model.norm
-        return linear(last, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
+        x, norm = x.view(B, T, -1)[torch.arange(B, device=self.device), sizes - 1], self.model.norm
+        return linear(x, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
 
     def _through(
-        self, tokens: Tensor, sizes: Tensor, where: Tensor, past: Sequence[int], last_keys: Tensor, slots: int | None
+        self, tokens: Tensor, sizes: Tensor, past: int, span: Callable[..., Span], keys: Tensor, slots: int | None
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream (B T, D) after all layers, and who entered the routed ones (L, B, T). With `slots` nothing
-        waits for the device, and tokens beyond them are left out."""
-        (B, T), model = tokens.shape, self.model
-        place = torch.arange(T, device=self.device)
-        real, pos = (place < sizes[:, None]).flatten(), (place + past[0]).repeat(B)
+        """The residual stream (B T, D) after all layers, and who entered the routed ones (L, B, T). With `slots`
+        nothing waits for the device, and tokens beyond them are left out. What stands after a row's tokens is
+        computed too, but they do not look at it."""
+        (B, T), model, entered = tokens.shape, self.model, list[Tensor]()
+        row, place = (torch.arange(n, device=self.device) for n in (B, T))
+        real, pos, whole = place < sizes[:, None], (place + past).repeat(B), span(0, sizes, T)
         x, cos, sin = model.embed(tokens.flatten()), self.cos[pos], self.sin[pos]
         x = F.rms_norm(x, x.shape[-1:]) if model.config.embed_norm else x
-        all_of_them, record = self._span(where[0], past[0], sizes, T), [torch.zeros(0, B, T, dtype=torch.bool)]
         for n, layer in enumerate(self.layers):
-            own = last_keys[n] if len(last_keys) else None
-            pages, group = Pages(layer.kv, where[layer.group], sizes, own), layer.group
+            last_key = keys[n] if len(keys) else None
             if layer.router is None:
-                around = partial(attend_span, cos=cos, sin=sin, heads=layer.heads, pages=pages, span=all_of_them)
-                self._add_update(layer, x, None, None, around)
+                self._add_update(layer, x, None, None, cos, sin, whole._replace(kv=layer.kv, last_key=last_key))
                 continue
-            wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
-            wanted = (wanted & real).view(B, T)
-            record.append(wanted[None])
-            many = wanted.sum(1)
-            C = int(many.max()) if slots is None else slots
-            if C == 0:
+            wanted, gates = (each.view(B, T) for each in layer.router.decide(x, pos))
+            entered.append(wanted & real)
+            many = entered[-1].sum(1).clamp(max=T if slots is None else slots)
+            if (C := int(many.max()) if slots is None else slots) == 0:
                 continue
-            index, filled = compact(wanted, C)
-            flat = (index + T * torch.arange(B, device=self.device)[:, None]).flatten()
-            taken, span = x[flat], self._span(where[group], past[group], many, C)
-            around = partial(attend_span, cos=cos[flat], sin=sin[flat], heads=layer.heads, pages=pages, span=span)
-            self._add_update(layer, taken, None, gates[flat], around)
-            x.index_copy_(0, flat, torch.where(filled.view(-1, 1), taken, x[flat]))
-        return x, torch.cat([each.to(self.device) for each in record])
+            index, filled = compact(entered[-1], C)
+            flat = (index + T * row[:, None]).flatten()
+            taken, some = x[flat], span(layer.group, many, C)._replace(kv=layer.kv, last_key=last_key)
+            self._add_update(layer, taken, None, gates.flatten()[flat], cos[flat], sin[flat], some)
+            x[flat] = torch.where(filled.view(-1, 1), taken, x[flat])
+        return x, torch.stack(entered) if entered else real.new_empty(0, B, T)
 
-    def _span(self, table: Tensor, past: int, many: Tensor, C: int) -> Span:
-        """Places in the pages of a table (B, n) for C entries of each row, after those that are there."""
+    def _span(
+        self, tables: Sequence[Table], where: Tensor, past: Sequence[int], group: int, many: Tensor, C: int
+    ) -> Span:
+        """Places in the pages of a group of layers for C entries of each row, after those that are there."""
+        begin, kv, B = past[group] % self.size, self.layers[0].kv, len(tables)
+        pages = [table[group][past[group] // self.size] for table in tables]
+        step = max(1, pages[min(1, B - 1)] - pages[0])
+        if begin + C <= self.size and pages == [pages[0] + step * n for n in range(B)]:  # faster than by indices
+            page: Any = slice(pages[0], pages[-1] + 1, step)
+            return Span(kv, where[group], past[group], many, page, slice(begin, begin + C), None)
         place = torch.arange(C, device=self.device)
-        entry = place + past
-        page = table[:, (entry // self.size).clamp(max=table.shape[1] - 1)]
+        entry = place + past[group]
+        page = where[group][:, (entry // self.size).clamp(max=where.shape[2] - 1)]
         page = torch.where(place < many[:, None], page, TRASH)
-        return Span(page, (entry % self.size).expand_as(page), many, past)
+        return Span(kv, where[group], past[group], many, page, (entry % self.size).expand_as(page), None)
 
-    def begin(
-        self,
-        logits: Tensor,
-        tables: Sequence[Sequence[Sequence[int]]],
-        lengths: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        drawn: Sequence[int],
-        samplings: Sequence[Sampling],
-        state: Unread,
-    ) -> Tensor:
-        """Begin rows with prompts that were read, and pick their first tokens, which are returned."""
+    def begin(self, logits: Tensor, state: Unread, tables: Any, lengths: Any, draws: Any, samplings: Any) -> Tensor:
+        """Begin rows with prompts that were read, and pick their first tokens, which are returned. Of each: its table,
+        entries in each group, seed and how many numbers were drawn, options."""
         rows = slice(self.live, self.live + len(logits))
         self._set_live(rows.stop)
-        padded = [
-            [[*table[g], *[TRASH] * (self.tables.shape[2] - len(table[g]))] for table in tables]
-            for g in range(len(self.tables))
-        ]
-        self.tables[:, rows] = torch.tensor(padded, dtype=torch.int32)
+        self.tables[:, rows] = _padded(tables, self.tables.shape[2])
         self.lengths[:, rows] = torch.tensor(lengths, dtype=torch.int32).T
-        self.pos[rows] = self.lengths[0, rows]
-        numbers = [as_numbers(each) for each in samplings]
-        self.options[rows] = torch.tensor(numbers, dtype=torch.float64)
-        self.seeds[rows], self.drawn[rows] = torch.tensor(seeds), torch.tensor(drawn)
-        self.seen[rows] = state.seen
-        self.last_keys[:, rows] = state.last_keys
-        tokens = self._picked(logits, rows, used_filters(samplings))
-        self.token[rows] = tokens
-        self.drawn[rows] += 1
+        self.options[rows] = torch.tensor([as_numbers(each) for each in samplings], dtype=torch.float64)
+        self.seeds[rows], self.drawn[rows] = torch.tensor(draws).T
+        self.pos[rows], self.seen[rows], self.last_keys[:, rows] = self.lengths[0, rows], state.seen, state.last_keys
+        self.token[rows] = tokens = self._picked(logits, rows, used_filters(samplings))
         self.seen[rows].scatter_(1, tokens[:, None], True)
+        self.drawn[rows] += 1
         return tokens
 
     def _picked(self, logits: Tensor, rows: slice, used: tuple[bool, ...]) -> Tensor:
@@ -257,6 +232,11 @@ class Batch:
     def set_pages(self, row: int, group: int, first: int, pages: Sequence[int]) -> None:
         """Write pages into the table of a row, from place `first` on."""
         self.tables[group, row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def clean(self, pages: Table) -> None:
+        """Forget what pages of a row hold: masked or not, NaN would spread to whoever has them next."""
+        for layer in self.layers:
+            layer.kv[[TRASH, *pages[layer.group]]] = 0
 
     def drop(self, row: int) -> None:
         """End a row; the last one takes its place. Pages stay where they are."""
@@ -322,7 +302,7 @@ class Batch:
         record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
             if layer.router is None:
-                self._step_through(n, x, all_rows, None, cos, sin)
+                self._add_update(layer, x, all_rows, None, cos, sin, self._pages(n, B))
                 continue
             entered = record[1 + layer.group]
             if B == 1 and layer.whole is not None:
@@ -332,7 +312,7 @@ class Batch:
                 continue
             rows, gates = self._decide(layer, x, pos, entered)
             if len(rows.places):
-                self._step_through(n, x, rows, gates, cos, sin)
+                self._add_update(layer, x, rows, gates, cos, sin, self._pages(n, B))
         logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         state = record, self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         if any(used):
@@ -359,21 +339,24 @@ class Batch:
         last_key = self.last_keys[n, :B] if len(self.last_keys) else None
         return Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
 
-    def _step_through(
-        self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor
-    ) -> None:
-        """Add the update of a layer to its rows of x, one token each."""
-        layer, splits = self.layers[n], _splits(len(x), gates is not None)
-        call = {"rows": rows, "cos": cos, "sin": sin, "heads": layer.heads, "pages": self._pages(n, len(x))}
-        self._add_update(layer, x, rows, gates, partial(attend, **call, splits=splits))
-
     def _add_update(
-        self, layer: _Layer, x: Tensor, rows: Rows | None, gates: Tensor | None, attend: Callable[[Tensor], Tensor]
+        self,
+        layer: _Layer,
+        x: Tensor,
+        rows: Rows | None,
+        gates: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv: Pages | Span,
     ) -> None:
-        """Add the update of a layer to its rows of x; `attend` has the keys and values of those before them."""
+        """Add the update of a layer to its rows of x."""
         block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
         qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        attended = linear(attend(qkv), rows, attention.out.weight, gather=False)
+        if isinstance(kv, Span):
+            attended = attend_span(qkv, cos, sin, layer.heads, kv)
+        else:
+            attended = attend(qkv, rows, cos, sin, layer.heads, kv, _splits(len(x), gates is not None))
+        attended = linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):
             hidden = linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)
@@ -384,15 +367,6 @@ class Batch:
             assert isinstance(ffn, MoE)
             fed = ffn.each_alone(hidden) if by_kernels(x) else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
             add_rows(x, rows, attended + fed, gates)
-
-
-def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
-    """Log-probabilities of the tokens (N,), and of the `top` likeliest; None where top is None."""
-    if top is None:
-        return None
-    logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(min(top, logits.shape[1]), -1)
-    return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
 
 
 def _splits(rows: int, routed: bool) -> int:

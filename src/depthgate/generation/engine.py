@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.generation.batch import TRASH, Batch, Likely, Taken, Unread, likely
+from depthgate.generation.batch import TRASH, Batch, Taken, Unread
 from depthgate.generation.config import Sampling
 from depthgate.generation.plain import tokens_at_once
-from depthgate.generation.sampling import NOT_FINITE, used_filters
+from depthgate.generation.sampling import NOT_FINITE, Likely, likely, used_filters
 from depthgate.generation.text import Event, Generation, Prompt, Writing, check_stops, read_prompts
 from depthgate.model import Decoder
 
@@ -139,7 +139,10 @@ class Engine:
     @torch.inference_mode()
     def turn(self) -> list[Event]:
         """Work for as long as a step takes, and return the tokens that came of it; none if there is nothing to do."""
-        found = [*self._drop_cancelled(), *self._read()]
+        found, alone = [*self._drop_cancelled()], not self._active
+        found += self._read()
+        if alone and found:
+            return found  # first tokens wait for no step, where no other request does
         if any(len(each.result.tokens) + len(self._flying) >= each.most for each in self._active):
             found += self._land_all()  # a request that may be complete makes no further step
         found += self._make_room()
@@ -184,26 +187,30 @@ class Engine:
         """Requests of the queue that there are rows and pages for: one, or several that fit into a chunk, and into more
         of them where nothing else would wait meanwhile."""
         taken: list[Request] = []
-        most = self.chunk * (1 if self._active else _CHUNKS)
+        longest, most = 0, self.chunk * (1 if self._active else _CHUNKS)
+        groups, running = 1 + len(self.model.config.routed), Counter(id(each.owner) for each in self._active)
         while self._queue and len(self._active) + len(taken) < self.rows:
-            request = self._next(taken)
-            longest = max(len(each.ids) for each in (*taken, request))
+            request = self._next(running)
+            size = len(request.ids)
+            longest, need = max(longest, size), self._pages(size + 1)
             several = longest <= self.chunk and (len(taken) + 1) * longest <= most
             if taken and (not several or request.result.depths or taken[0].result.depths):
                 break
-            need, groups = self._pages(len(request.ids) + 1), 1 + len(self.model.config.routed)
             if need > len(self._free[0]) or need * (groups - 1) > len(self._free[1]):
                 break
             self._queue.remove(request)
+            running[id(request.owner)] += 1
             request.lengths = [0] * groups
             request.pages = [[self._free[group > 0].pop() for _ in range(need)] for group in range(groups)]
             taken.append(request)
         return (taken, self.batch.unread(len(taken))) if taken else None
 
-    def _next(self, taken: Sequence[Request]) -> Request:
-        """The request of the queue that comes next: one that was sent back, or of the owner who has the fewest."""
-        running = Counter(id(request.owner) for request in (*self._active, *taken))
-        return min(self._queue.copy(), key=lambda each: -1 if each.result.depths else running[id(each.owner)])
+    def _next(self, running: Counter[int]) -> Request:
+        """The request of the queue that comes next: one that was sent back, which stands first, or of the owner who has
+        the fewest that run."""
+        queue = self._queue.copy()
+        idle = (each for each in queue if each.result.depths or not running[id(each.owner)])
+        return next(idle, None) or min(queue, key=lambda each: running[id(each.owner)])
 
     def _begin(self, requests: Sequence[Request], logits: Tensor, state: Unread) -> Iterator[Event]:
         """Give rows to requests that were read, pick their first tokens, and take back pages that nothing entered."""
@@ -213,8 +220,8 @@ class Engine:
                 del pages[self._pages(length) :]
             request.row = len(self._active)
             self._active.append(request)
-        known = [(each.pages, each.lengths, each.seed, len(each.result.tokens), each.sampling) for each in requests]
-        tokens = self.batch.begin(logits, *zip(*known, strict=True), state)
+        known = [(each.pages, each.lengths, (each.seed, len(each.result.tokens)), each.sampling) for each in requests]
+        tokens = self.batch.begin(logits, state, *map(list, zip(*known, strict=True)))
         finite, found = logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests))
         yield from self._write(requests, tokens.tolist(), finite.tolist(), found)
 
@@ -265,7 +272,7 @@ class Engine:
         self, requests: Sequence[Request], tokens: Sequence[int], finite: Sequence[int], found: Likely | None
     ) -> Iterator[Event]:
         """Add tokens to the results of requests that have not left."""
-        top = found.read() if found else []
+        top, done = found.read() if found else [], list[Request]()
         for n, (request, token, good) in enumerate(zip(requests, tokens, finite, strict=False)):
             if request.row is None:
                 continue
@@ -278,13 +285,17 @@ class Engine:
                 request.fault = error
                 event = self._end(request, "error")
             if event.finish is not None:
-                self._release(request)
+                done.append(request)
             yield event
+        for request in reversed(done):  # the last row needs no other in its place
+            self._release(request)
 
     def _end(self, request: Request, finish: str) -> Event:
         """The last event of a request that ends without a token."""
         with suppress(Exception):  # of a tokenizer that has failed
             request.close()
+        if request.pages and (finish == "error" or request.row is None):  # its logits are bad, or not known
+            self.batch.clean(request.pages)
         request.result.finish = finish
         self._release(request)
         return Event(request.number, -1, "", 0, finish)
@@ -341,7 +352,8 @@ def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: i
     memory = sum(-(-tokens // page) * page for tokens in grown)
     engine = Engine(model, rows=rows, memory=memory, chunk=chunk, page=page)
     seeds = sampling.seeds(len(todo))
-    requests = [engine.add(each, replace(sampling, seed=seed)) for each, seed in zip(todo, seeds, strict=True)]
+    own = [sampling if seed == sampling.seed else replace(sampling, seed=seed) for seed in seeds]
+    requests = [engine.add(each, one) for each, one in zip(todo, own, strict=True)]
     try:
         while engine.waiting or engine.running:
             for event in engine.turn():

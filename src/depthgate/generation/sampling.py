@@ -116,6 +116,28 @@ def _weights(x: Tensor, filters: Filters) -> Tensor:
     return weight
 
 
+class Likely(NamedTuple):
+    """Log-probabilities, as the model says, before all filters."""
+
+    token: Tensor  # (N,) of the token that was picked
+    best: Tensor  # (N, n) of the likeliest, best first
+    ids: Tensor  # (N, n) which these are
+
+    def read(self) -> list[tuple[float, list[tuple[int, float]]]]:
+        """Those of each row, for the host. Waits for the device."""
+        best = [list(zip(*row, strict=True)) for row in zip(self.ids.tolist(), self.best.tolist(), strict=True)]
+        return list(zip(self.token.tolist(), best, strict=True))
+
+
+def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
+    """Log-probabilities of the tokens (N,), and of the `top` likeliest; None where top is None."""
+    if top is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(top, logits.shape[1]), -1)
+    return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
+
+
 def check_logits(logits: Tensor) -> None:
     """Refuse rows with NaN or +inf, and rows without any finite logit. Waits for the device."""
     bad = ~logits.amax(-1).isfinite()  # NaN is larger than all

@@ -239,36 +239,38 @@ def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor
 
 
 class Span(NamedTuple):
-    """New entries of several rows, one after another in each: C of them, of which the first `many` are real."""
+    """Pages of B rows, and where C new entries of each go, of which the first `many` are real."""
 
-    page: Tensor  # (B, C) the page of each entry
-    place: Tensor  # (B, C) its place within the page
+    kv: Tensor  # (P, 2, G, size, d)
+    table: Tensor  # (B, n)
+    past: int  # entries before the new ones; 0 where there is more than one row
     many: Tensor  # (B,)
-    past: int  # entries that came before them; 0 where there is more than one row
+    page: Tensor | slice  # (B, C) the page of each entry, or B pages that hold those of one row each
+    place: Tensor | slice  # (B, C) its place within the page
+    last_key: Tensor | None  # (B, G, d) as in Pages; it becomes that of the last real entry
 
 
-def attend_span(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, pages: Pages, span: Span) -> Tensor:
+def attend_span(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, span: Span) -> Tensor:
     """`attend` of many new tokens, (B C, (H + 2 G) d) -> (B C, H d), at the angles of cos and sin (B C, d/2): each to
-    the entries before it in its row and to itself. Last keys are those of the real entries alone."""
-    (B, C), (H, G, d) = span.page.shape, heads[:3]
-    q, k, v = (each.view(B, C, -1, d) for each in _turned(qkv, cos, sin, heads))
-    if pages.last_key is not None:
-        first = pages.last_key[:, None] if span.past else k[:, :1]
-        before = torch.cat((first, k), 1)  # the place of an entry is here that of the one before it
-        pages.last_key.copy_(before[torch.arange(B, device=k.device), span.many])
+    the entries before it in its row and to itself."""
+    B, (H, G, d) = len(span.many), heads[:3]
+    q, k, v = (each.view(B, -1, each.shape[1], d) for each in _turned(qkv, cos, sin, heads))
+    if span.last_key is not None:
+        before = torch.cat((span.last_key[:, None] if span.past else k[:, :1], k), 1)
+        span.last_key.copy_(before[torch.arange(B, device=k.device), span.many])
         k = with_half_of(k, before[:, :-1])
-    pages.kv[span.page, 0, :, span.place] = k
-    pages.kv[span.page, 1, :, span.place] = v
+    entries = span.kv.transpose(2, 3)
+    entries[span.page, 0, span.place], entries[span.page, 1, span.place] = k, v
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     if span.past:
-        stored = pages.kv.index_select(0, pages.table[0, : -(-span.past // pages.kv.shape[3])])
+        stored = span.kv.index_select(0, span.table[0, : -(-span.past // span.kv.shape[3])])
         past = stored.permute(1, 2, 0, 3, 4).reshape(2, 1, G, -1, d)[:, :, :, : span.past]
         k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
     if G != H:
         k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
     with without_cudnn(q.is_cuda, SDPBackend.FLASH_ATTENTION):
-        y = F.scaled_dot_product_attention(q, k, v, causal_lower_right(C, k.shape[2]))
-    return y.transpose(1, 2).reshape(B * C, H * d)
+        y = F.scaled_dot_product_attention(q, k, v, causal_lower_right(q.shape[2], k.shape[2]))
+    return y.transpose(1, 2).reshape(len(qkv), H * d)
 
 
 def decide(
