@@ -269,7 +269,8 @@ def attend_span(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, span: Span)
     if G != H:
         k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
     with without_cudnn(q.is_cuda, SDPBackend.FLASH_ATTENTION):
-        y = F.scaled_dot_product_attention(q, k, v, causal_lower_right(q.shape[2], k.shape[2]))
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if span.past else None
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not span.past)
     return y.transpose(1, 2).reshape(len(qkv), H * d)
 
 
