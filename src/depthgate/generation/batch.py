@@ -17,27 +17,8 @@ from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import Filters, Likely, as_numbers, likely, pick, uniform, used_filters
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
+from depthgate.ops import decode as ops
 from depthgate.ops.attention import rotation
-from depthgate.ops.decode import (
-    Heads,
-    Layer,
-    Pages,
-    Rows,
-    Span,
-    add_linear,
-    add_rows,
-    attend,
-    attend_span,
-    begin,
-    by_kernels,
-    chosen_rows,
-    decide,
-    finish,
-    finish_likeliest,
-    linear,
-    routed_layer,
-    tile_of,
-)
 from depthgate.ops.select import compact
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
@@ -91,9 +72,9 @@ class _Layer(NamedTuple):
     router: Any  # None in a layer that every token goes through
     group: int  # whose table and lengths it has: 0 in those, and in routed layers one of its own
     kv: Tensor  # (P, 2, G, size, d)
-    heads: Heads
+    heads: ops.Heads
     rule: tuple[Any, ...] | None  # what a kernel needs to decide
-    whole: Layer | None  # for a kernel that is a routed layer
+    whole: ops.Layer | None  # for a kernel that is a routed layer
 
 
 class Batch:
@@ -133,7 +114,7 @@ class Batch:
             before = sum(kinds[:n])
             where = (1 + before, routed_kv) if kinds[n] else (0, dense_kv[:, n - before])
             router = getattr(layer, "router", None)
-            rule = simple_rule(router) if router is not None and by_kernels(weight) else None
+            rule = simple_rule(router) if router is not None and ops.by_kernels(weight) else None
             self.layers.append(_Layer(block, router, *where, _heads(block), rule, _whole(block, rule)))
         self.turns = zeros(_TURNS, dtype=torch.int32)
         self.ring = torch.zeros(RING, (1 + groups) * rows, dtype=torch.int32, pin_memory=weight.is_cuda)
@@ -164,10 +145,10 @@ class Batch:
             if slots is None or not len(host) or host.sum(2).max() <= slots:
                 break
         x, norm = x.view(B, T, -1)[torch.arange(B, device=self.device), sizes - 1], self.model.norm
-        return linear(x, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
+        return ops.linear(x, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
 
     def _through(
-        self, tokens: Tensor, sizes: Tensor, past: int, span: Callable[..., Span], keys: Tensor, slots: int | None
+        self, tokens: Tensor, sizes: Tensor, past: int, span: Callable[..., ops.Span], keys: Tensor, slots: int | None
     ) -> tuple[Tensor, Tensor]:
         """The residual stream (B T, D) after all layers, and who entered the routed ones (L, B, T). With `slots`
         nothing waits for the device, and tokens beyond them are left out. What stands after a row's tokens is
@@ -196,19 +177,19 @@ class Batch:
 
     def _span(
         self, tables: Sequence[Table], where: Tensor, past: Sequence[int], group: int, many: Tensor, C: int
-    ) -> Span:
+    ) -> ops.Span:
         """Places in the pages of a group of layers for C entries of each row, after those that are there."""
         begin, kv, B = past[group] % self.size, self.layers[0].kv, len(tables)
         pages = [table[group][past[group] // self.size] for table in tables]
         step = max(1, pages[min(1, B - 1)] - pages[0])
         if begin + C <= self.size and pages == [pages[0] + step * n for n in range(B)]:  # faster than by indices
             page: Any = slice(pages[0], pages[-1] + 1, step)
-            return Span(kv, where[group], past[group], many, page, slice(begin, begin + C), None)
+            return ops.Span(kv, where[group], past[group], many, page, slice(begin, begin + C), None)
         place = torch.arange(C, device=self.device)
         entry = place + past[group]
         page = where[group][:, (entry // self.size).clamp(max=where.shape[2] - 1)]
         page = torch.where(place < many[:, None], page, TRASH)
-        return Span(kv, where[group], past[group], many, page, (entry % self.size).expand_as(page), None)
+        return ops.Span(kv, where[group], past[group], many, page, (entry % self.size).expand_as(page), None)
 
     def begin(self, logits: Tensor, state: Unread, tables: Any, lengths: Any, draws: Any, samplings: Any) -> Tensor:
         """Begin rows with prompts that were read, and pick their first tokens, which are returned. Of each: its table,
@@ -297,8 +278,8 @@ class Batch:
     def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Likely | None:
         """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
         model, pos, token, lengths = self.model, self.pos[:B], self.token[:B], self.lengths[:, :B]
-        x, cos, sin = begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
-        all_rows = Rows(self.all_rows[:B], self.alive, sure=True, turns=self.turns) if by_kernels(x) else None
+        x, cos, sin = ops.begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
+        all_rows = ops.Rows(self.all_rows[:B], self.alive, sure=True, turns=self.turns) if ops.by_kernels(x) else None
         record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
             if layer.router is None:
@@ -308,85 +289,88 @@ class Batch:
             if B == 1 and layer.whole is not None:
                 pages = self._pages(n, B)
                 turns, splits = self.turns[-1:], _splits(B, routed=True)
-                routed_layer(x, self.alive, entered, turns, layer.whole, cos, sin, layer.heads, pages, splits)
+                ops.routed_layer(x, self.alive, entered, turns, layer.whole, cos, sin, layer.heads, pages, splits)
                 continue
             rows, gates = self._decide(layer, x, pos, entered)
             if len(rows.places):
                 self._add_update(layer, x, rows, gates, cos, sin, self._pages(n, B))
-        logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
+        logits = ops.linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         state = record, self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         if any(used):
             tokens = self._picked(logits, slice(B), used)
             record[1] = logits.amax(-1).isfinite()
-            finish(tokens, self.alive, *state)
+            ops.finish(tokens, self.alive, *state)
         else:
-            tokens = finish_likeliest(logits, self.turns, self.alive, *state)
+            tokens = ops.finish_likeliest(logits, self.turns, self.alive, *state)
         return likely(logits, tokens, top)
 
-    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:
+    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[ops.Rows, Tensor]:
         """The rows of x that a routed layer takes, and their gates; `entered` (B,) gets 1 or 0."""
         if layer.rule is not None:
-            rows, gates = decide(x, self.alive, entered, *layer.rule)
+            rows, gates = ops.decide(x, self.alive, entered, *layer.rule)
             return rows._replace(turns=self.turns), gates
         wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
         wanted = wanted & (self.all_rows[: len(x)] < self.alive)
         entered.copy_(wanted)
-        rows, gates = chosen_rows(wanted, gates)
+        rows, gates = ops.chosen_rows(wanted, gates)
         return rows._replace(turns=self.turns), gates
 
-    def _pages(self, n: int, B: int) -> Pages:
+    def _pages(self, n: int, B: int) -> ops.Pages:
         layer = self.layers[n]
         last_key = self.last_keys[n, :B] if len(self.last_keys) else None
-        return Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
+        return ops.Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
 
     def _add_update(
         self,
         layer: _Layer,
         x: Tensor,
-        rows: Rows | None,
+        rows: ops.Rows | None,
         gates: Tensor | None,
         cos: Tensor,
         sin: Tensor,
-        kv: Pages | Span,
+        kv: ops.Pages | ops.Span,
     ) -> None:
         """Add the update of a layer to its rows of x."""
         block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
-        qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        if isinstance(kv, Span):
-            attended = attend_span(qkv, cos, sin, layer.heads, kv)
+        qkv = ops.linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
+        if isinstance(kv, ops.Span):
+            attended = ops.attend_span(qkv, cos, sin, layer.heads, kv)
         else:
-            attended = attend(qkv, rows, cos, sin, layer.heads, kv, _splits(len(x), gates is not None))
-        attended = linear(attended, rows, attention.out.weight, gather=False)
+            attended = ops.attend(qkv, rows, cos, sin, layer.heads, kv, _splits(len(x), gates is not None))
+        attended = ops.linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):
-            hidden = linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)
-            add_linear(x, rows, ffn.down.weight, hidden, attended, gates)
+            hidden = ops.linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)
+            ops.add_linear(x, rows, ffn.down.weight, hidden, attended, gates)
         else:
             taken = x if rows is None else x[rows.places]
             hidden = norm(taken + attended)
             assert isinstance(ffn, MoE)
-            fed = ffn.each_alone(hidden) if by_kernels(x) else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
-            add_rows(x, rows, attended + fed, gates)
+            alone = ops.by_kernels(x)
+            fed = ffn.each_alone(hidden) if alone else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
+            ops.add_rows(x, rows, attended + fed, gates)
 
 
 def _splits(rows: int, routed: bool) -> int:
     """Parts of a row's entries that are read side by side: more where few rows of a batch compute."""
-    return {1: (64, 64), 16: (8, 32), 64: (2, 8)}[tile_of(rows)][routed]
+    return {1: (64, 64), 16: (8, 32), 64: (2, 8)}[ops.tile_of(rows)][routed]
 
 
-def _whole(block: Block, rule: tuple[Any, ...] | None) -> Layer | None:
+def _whole(block: Block, rule: tuple[Any, ...] | None) -> ops.Layer | None:
     attention, ffn, norm, up_norm = block.attention, block.ffn, block.attention_norm, block.ffn_norm
     if rule is None or not isinstance(ffn, SwiGLU):
         return None
     norms = (norm.weight, norm.eps), (up_norm.weight, up_norm.eps)
-    return Layer(rule, norms[0], attention.qkv.weight, attention.out.weight, norms[1], ffn.up.weight, ffn.down.weight)
+    return ops.Layer(
+        rule, norms[0], attention.qkv.weight, attention.out.weight, norms[1], ffn.up.weight, ffn.down.weight
+    )
 
 
-def _heads(block: Block) -> Heads:
+def _heads(block: Block) -> ops.Heads:
     attention = block.attention
     q_norm, k_norm = (getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm))
     eps = getattr(attention.q_norm, "eps", None)
-    return Heads(attention.heads, attention.kv_heads, attention.head_dim, q_norm, k_norm, eps)
+    return ops.Heads(attention.heads, attention.kv_heads, attention.head_dim, q_norm, k_norm, eps)
 
 
 def simple_rule(router: TopTokens) -> tuple[Tensor, Tensor, Tensor, bool, str] | None:

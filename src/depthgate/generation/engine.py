@@ -1,7 +1,7 @@
 """An engine that many requests share: they join while others run, and leave when they are done.
 
 `turn` is called again and again. It lets waiting requests in where there are rows and pages for them, reads a chunk of
-their prompts with the plain path, and makes a step of all rows that run. Where pages run out, the newest request goes
+their prompts, and makes a step of all rows that run. Where pages run out, the newest request goes
 back to the queue, and later reads again what it has written: its tokens stay the same, since they depend on its prompt
 and seed alone.
 """

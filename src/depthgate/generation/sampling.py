@@ -83,17 +83,11 @@ def pick(
     return torch.where(filters.temperature[:, 0] == 0, likeliest, drawn)
 
 
-def weights(logits: Tensor, filters: Filters | Sampling, seen: Tensor | None = None) -> Tensor:
+def _weights(x: Tensor, filters: Filters) -> Tensor:
     """Probabilities after all filters as integers whose sum in a row is at most 2**62; not for greedy sampling.
 
     The best token has 2**45 where V is 2**17: what falls below 2**-45 of it counts as 0.
     """
-    if isinstance(filters, Sampling):
-        filters = Filters.all_alike(filters, logits.device)
-    return _weights(_penalised(logits, filters, seen), filters)
-
-
-def _weights(x: Tensor, filters: Filters) -> Tensor:
     V = x.shape[1]
     if filters.top_k is not None:
         # Temperature keeps the order, so this may come first: dividing could round two logits to a tie.
