@@ -1,23 +1,31 @@
-"""Decode steps of the engine and the time to a first token: dense against Mixture-of-Depths, by batch and context.
+r"""Decode steps of the engine and the time to a first token: dense against Mixture-of-Depths, by batch and context.
 
-    python benchmarks/engine.py --shape 1b --batches 1,8,64 --contexts 2048,16384 --device cuda --dtype bfloat16
+    python benchmarks/engine.py --shape 1b --batches 1,8,64 --contexts 2048,16384 --device cuda --dtype bfloat16 \
+        --transformers --seconds 540 --out h200-engine.jsonl
 
 Weights are random, and routers are set so that they take about 12.5% of the tokens. A model is timed only if the
 tokens of the engine are those of the plain path, in float32 and with two layers. `--transformers` puts Hugging Face's
 generate beside it, with the weights of the dense model (without parts that Qwen3 lacks), as it comes and with a static
-cache, which it compiles. `depthgate bench` times trained models.
+cache, which it compiles on CUDA. Rows are written to `--out` as they come; what is not done after `--seconds` is left
+out. `depthgate bench` times trained models.
 """
 
 import argparse
 import gc
+import json
+import signal
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import depthgate as dg
 import measure
+from depthgate.device import copy_rate, machine
 from depthgate.generation.batch import Batch
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine
@@ -100,7 +108,7 @@ def _first_token(model: Decoder, config: argparse.Namespace) -> float:
     return min(times[1:])
 
 
-def _by_transformers(config: argparse.Namespace) -> list[dict[str, Any]]:
+def _by_transformers(config: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Hugging Face's generate with the weights of the dense model, greedy, with its own cache and with a static one."""
     lacking = dict.fromkeys(("key_shift", "embed_norm", "router_norm"), False)
     small = argparse.Namespace(**{**vars(config), "dtype": "float32"})
@@ -112,15 +120,11 @@ def _by_transformers(config: argparse.Namespace) -> list[dict[str, Any]]:
             raise dg.DepthgateError("the logits of transformers are not those of the dense model, so it is not timed")
     del model
     net.to(getattr(torch, config.dtype))
-    rows = []
-    for batch in config.batches:
+    for batch, cache in product(config.batches, (None, "static")):
         tokens = torch.randint(net.config.vocab_size, (batch, min(config.contexts)), device=config.device)
-        for cache in (None, "static"):
-            speed = measure.llama_generate(net, tokens, config.steps, cache_implementation=cache)
-            name = f"transformers, {cache or 'dynamic'} cache"
-            rows.append({"model": name, "batch": batch, "context": min(config.contexts), "tokens_per_second": speed})
-            measure.say(str(rows[-1]))
-    return rows
+        speed = measure.llama_generate(net, tokens, min(64, config.steps), cache_implementation=cache)
+        name = f"transformers, {cache or 'dynamic'} cache"
+        yield {"model": name, "batch": batch, "context": min(config.contexts), "tokens_per_second": speed}
 
 
 @torch.inference_mode()
@@ -139,15 +143,19 @@ def _timed(model: Decoder, batch: int, context: int, config: argparse.Namespace)
     mean = (_now(config) - begun) * 1e3 / config.steps
     grown = (rows.lengths - lengths)[1:].float()
     share = grown.mean().item() / config.steps if model.config.routed else 1.0
-    weights = sum(
-        w.numel() * w.element_size() for n, w in model.named_parameters() if n != "head.weight" or not model.config.tied
+    return {"ms": mean, "tokens_per_second": batch / mean * 1e3, "entered": share} | _read_bytes(
+        rows, batch, context, share
     )
-    return {
-        "ms": mean,
-        "tokens_per_second": batch / mean * 1e3,
-        "entered": share,
-        "weights": weights,
-    }
+
+
+def _read_bytes(rows: Batch, batch: int, context: int, share: float) -> dict[str, int]:
+    """The least that a step reads: weights, of a routed layer only if one of the rows enters it, as rows that decide by
+    themselves do; keys and values."""
+    config = rows.model.config
+    read = sum(w.nbytes for name, w in rows.model.named_parameters() if name != "embed.weight" or config.tied)
+    skipped = (1 - share) ** batch * sum(w.nbytes for n in config.routed for w in rows.model.layers[n].parameters())
+    entries = config.layers - len(config.routed) * (1 - config.capacity)
+    return {"bytes": int(read - skipped + batch * context * entries * rows.layers[0].kv[0, :, :, 0].nbytes)}
 
 
 def _check(name: str, config: argparse.Namespace) -> None:
@@ -164,34 +172,52 @@ def _check(name: str, config: argparse.Namespace) -> None:
         raise dg.DepthgateError(f"{name}: the tokens of the engine are not those of the plain path, so it is not timed")
 
 
-def run(config: argparse.Namespace) -> None:
-    if config.transformers:
-        measure.check_transformers()
-    rows: list[dict[str, Any]] = []
+def _rows(config: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    rate = copy_rate(config.device)
     for name in config.models:
         _check(name, config)
         model = _model(name, config)
         if model.config.routed:
             _calibrated(model)
-        first = _first_token(model, config)
-        for context in config.contexts:
-            for batch in config.batches:
-                row = {"model": name, "batch": batch, "context": context, **_timed(model, batch, context, config)}
-                if (batch, context) == (1, min(config.contexts)):
-                    row["first_token_ms"] = first
-                measure.say(str(row))
-                rows.append(row)
-                gc.collect()
-                if config.device == "cuda":
-                    torch.cuda.empty_cache()
+        first = {"first_token_ms": _first_token(model, config)}
+        for context, batch in product(config.contexts, config.batches):
+            row = {"model": name, "batch": batch, "context": context, **_timed(model, batch, context, config), **first}
+            yield row | {"bandwidth_share": row["bytes"] / row["ms"] * 1e3 / rate}
+            first = {}
+            gc.collect()
+            if config.device == "cuda":
+                torch.cuda.empty_cache()
         del model
     if config.transformers:
-        rows += _by_transformers(config)
-    dense = {_case(row): row["tokens_per_second"] for row in rows if row["model"] == "dense"}
-    for row in rows:
-        if _case(row) in dense:
-            row["speed_ratio"] = row["tokens_per_second"] / dense[_case(row)]
-    columns = ("batch", "context", "tokens_per_second", "speed_ratio", "entered", "first_token_ms")
+        yield from _by_transformers(config)
+
+
+def _too_late(*_: Any) -> None:
+    raise TimeoutError
+
+
+def run(config: argparse.Namespace) -> None:
+    if config.transformers:
+        measure.check_transformers()
+    rows: list[dict[str, Any]] = []
+    dense: dict[tuple[int, int], float] = {}
+    signal.signal(signal.SIGALRM, _too_late)
+    signal.setitimer(signal.ITIMER_REAL, config.seconds or 0)
+    try:
+        for row in _rows(config):
+            dense |= {_case(row): row["tokens_per_second"]} if row["model"] == "dense" else {}
+            rows.append(
+                row | ({"speed_ratio": row["tokens_per_second"] / dense[_case(row)]} if _case(row) in dense else {})
+            )
+            measure.say(str(rows[-1]))
+            if config.out:
+                with Path(config.out).open("a") as file:
+                    file.write(json.dumps({**rows[-1], **machine(config.device)}) + "\n")
+    except TimeoutError:
+        measure.say(f"{config.seconds} s are over: the rest is left out")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    columns = ("batch", "context", "tokens_per_second", "speed_ratio", "bandwidth_share", "entered", "first_token_ms")
     shown = {key: (lambda row, key=key: measure.number(row.get(key))) for key in columns}
     measure.report(config, rows, "decode steps", {"model": lambda row: row["model"], **shown})
 
@@ -208,6 +234,8 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--contexts", type=measure.whole_numbers, default=[256], help="tokens that were read before")
     found.add_argument("--steps", type=int, default=240)
     found.add_argument("--warmup", type=int, default=5)
+    found.add_argument("--seconds", type=float, help="time for all of it; as long as it takes unless given")
+    found.add_argument("--out", help="file that gets a line of JSON for each row, as soon as it is there")
     found.add_argument("--transformers", action="store_true", help="also Hugging Face's generate with those weights")
     return found
 

@@ -93,26 +93,28 @@ def llama(model: ModelConfig, seed: int) -> Any:
     return LlamaForCausalLM(LlamaConfig(**their_values(model, torch.finfo(torch.float32).eps)))
 
 
-@torch.inference_mode()
 def number(value: float | None) -> str:
     """A number of a table, or nothing."""
     return "" if value is None else f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
+@torch.inference_mode()
 def llama_generate(net: Any, tokens: torch.Tensor, new_tokens: int, **options: Any) -> float:
-    """Tokens a second of `generate`, greedy, after a prompt of `tokens` (B, T): the time of `new_tokens` more than one,
-    so that reading the prompt is left out."""
+    """Tokens a second of `generate`, greedy, after a prompt of `tokens` (B, T) and a first token. A run of the same
+    length warms it up, so that a static cache has the size that was compiled for."""
+    times: list[float] = []
 
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        net.generate(tokens, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0, **options)
+    def told(*_: Any) -> torch.Tensor:
         if tokens.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        times.append(time.perf_counter())
+        return torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
 
-    seconds(2)  # warms up
-    one = seconds(1)
-    return len(tokens) * new_tokens / max(1e-9, seconds(1 + new_tokens) - one)
+    options |= {"max_new_tokens": 1 + new_tokens, "min_new_tokens": 1 + new_tokens, "stopping_criteria": [told]}
+    for _ in range(2):
+        times.clear()
+        net.generate(tokens, do_sample=False, pad_token_id=0, **options)
+    return len(tokens) * new_tokens / max(1e-9, times[-1] - times[0])
 
 
 class LlamaStep:

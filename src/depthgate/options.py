@@ -7,7 +7,7 @@ schedule: str = choice("cosine", ("cosine", "wsd"), "course of the learning rate
 import shlex
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any, Self
 
@@ -51,9 +51,14 @@ def positional(about: str) -> Any:
     return field(default_factory=list, metadata={"about": about, "typed": {"nargs": "*", "default": []}})
 
 
+@cache
+def _parameters(init: Any) -> Any:
+    return signature(init).parameters
+
+
 def refuse_unknown(cls: type[Any], given: Collection[str]) -> None:
     """Refuse names of arguments that a class does not take, with the nearest that it does."""
-    known = signature(cls.__init__).parameters
+    known = _parameters(cls.__init__)
     unknown = sorted({*given} - known.keys())
     if unknown and not any(each.kind is each.VAR_KEYWORD for each in known.values()):
         remedy = near(unknown[0], known) or f": these are {', '.join([*known][1:])}"

@@ -26,15 +26,26 @@ def report(module: Any, options: list[str], capsys: pytest.CaptureFixture[str]) 
     return found
 
 
-def test_random_weights_are_measured_at_their_configured_share(capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_weights_are_measured_at_their_configured_share(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     options = ["--contexts", "64", "--batches", "1,4", "--steps", "24", "--transformers", "--json"]
+    options += ["--out", str(tmp_path / "rows.jsonl")]
     rows = {(row["model"], row["batch"]): row for row in report(engine, options, capsys)["rows"]}
     names = ("dense", "mod", "transformers, dynamic cache", "transformers, static cache")
     assert set(rows) == {(name, batch) for name in names for batch in (1, 4)}
     assert 0.02 < rows["mod", 4]["entered"] < 0.3
     assert rows["dense", 1]["first_token_ms"] > 0
     assert all(row["tokens_per_second"] > 0 for row in rows.values())
+    assert 0 < rows["dense", 1]["bytes"] < rows["dense", 4]["bytes"]
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["tokens_per_second"] for row in written] == [row["tokens_per_second"] for row in rows.values()]
     assert rows["mod", 1]["speed_ratio"] == rows["mod", 1]["tokens_per_second"] / rows["dense", 1]["tokens_per_second"]
+
+
+def test_rows_that_came_in_time_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--contexts", "64", "--batches", "1", "--steps", "1000000", "--seconds", "2", "--json"]
+    assert report(engine, options, capsys)["rows"] == []
 
 
 def test_a_wrong_engine_gets_no_time(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

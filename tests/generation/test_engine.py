@@ -175,6 +175,41 @@ def test_a_row_without_finite_logits_ends_and_the_others_go_on():
         dg.generate(model, [[1, 7]], engine=True)
 
 
+def test_pages_of_a_row_without_finite_logits_do_not_spoil_who_has_them_next():
+    model = built("dense")
+    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())
+    model.embed.weight.data[7] = float("nan")
+    engine, options = Engine(model, rows=2, memory=128, page=64, chunk=16), {"max_new_tokens": 9, "temperature": 0}
+    for turns in (9, 2):  # to its end, and cancelled while it is read
+        broken = engine.submit([7] * 41, Sampling(**options))
+        for _ in range(turns):
+            engine.turn()
+        engine.cancel(broken)
+        engine.turn()
+        both = [[3], [1, 2] * 20]  # the short one reads its page as far as the long one its own, with a mask
+        fine = [engine.submit(prompt, Sampling(**options)) for prompt in both]
+        finish(engine)
+        assert said([each.result for each in fine]) == said(dg.generate(model, both, **options))
+
+
+@pytest.mark.parametrize("capacity", [0.125, 1.0])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_prompts_read_without_asking_the_device_are_the_same(monkeypatch, pattern, capacity):
+    """As on CUDA: a routed layer has so many slots, and a chunk is read again where more tokens enter."""
+    monkeypatch.setattr("depthgate.generation.batch._SPARE_SLOTS", 1)
+    model = built(pattern, "threshold")
+    for layer in model.layers:
+        if capacity == 1.0 and hasattr(layer, "router"):
+            layer.router.rule.average.fill_(-9.0)  # nearly every token enters
+    texts = [*prompts(5, 2), list(range(40)), [3] * 50]
+    engine = Engine(model, page=8, chunk=16)
+    engine.batch.waits = False
+    made = [engine.submit(text, Sampling(max_new_tokens=5)) for text in texts]
+    finish(engine)
+    assert idle(engine)
+    assert said([each.result for each in made]) == said(dg.generate(model, texts, max_new_tokens=5))
+
+
 def test_a_tokenizer_that_fails_ends_its_request_alone(monkeypatch):
     model = built(vocab=257)
     model.tokenizer = ByteTokenizer()

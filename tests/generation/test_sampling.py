@@ -10,12 +10,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import check_logits, pick, uniform, weights
+from depthgate.generation.sampling import Filters, _penalised, _weights, check_logits, pick, uniform
 from tests.conftest import TOLERANCE, close
 
 HALVES = [0.5, 0.25, 0.125, 0.125]
 FORBIDDEN = -math.inf
 NEAR = TOLERANCE[torch.float32][1]  # decisions that are nearer may go either way in fp32
+
+
+def weights(logits, sampling, seen=None):
+    filters = Filters.all_alike(sampling, logits.device)
+    return _weights(_penalised(logits, filters, seen), filters)
 
 
 def probabilities(logits, sampling, seen=None):

@@ -36,6 +36,21 @@ def _stays_up(request):
         assert server.app.engine.running == server.app.engine.waiting == 0
 
 
+def test_a_prompt_is_one_sequence_however_long_it_is(start):
+    few = start(rows=2, queue=1)
+    for prompt in ("x" * 40, [7] * 40, ["x" * 40], [[7] * 40] * 3):
+        assert ask(few, body={**PROMPT, "prompt": prompt})[0] == 200
+    for prompt, n in ((["x"] * 4, 1), ([[7]] * 2, 2), ("x", 4)):
+        status, _, error = ask(few, body={**PROMPT, "prompt": prompt, "n": n})
+        assert (status, error["message"][:29]) == (400, "4 sequences are too many: ask")
+
+
+def test_a_body_that_says_how_huge_it_is_is_refused_before_it_comes(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n{")
+        assert line.recv(100).startswith(b"HTTP/1.1 413")
+
+
 WRONG = [  # what is sent, the parameter to blame, and a part of what is said
     ({"temperature": -1}, "temperature", "temperature is -1"),
     ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),

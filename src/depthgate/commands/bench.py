@@ -22,7 +22,7 @@ from depthgate.device import copy_rate, interleaved, machine, resolve_device
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.calls import generate
 from depthgate.generation.config import Sampling
-from depthgate.generation.engine import Engine, cannot_run
+from depthgate.generation.engine import Engine, Request, cannot_run
 from depthgate.generation.plain import Reader
 from depthgate.hf.adapter import cast
 from depthgate.loading import LanguageModel, LoadedDecoder, open_model, text_of
@@ -68,11 +68,15 @@ class _Cached:
 class _ByEngine(_Cached):
     """One of our runs, on the path of the engine."""
 
-    path = "engine"
+    path, rows, requests = "engine", 0, list[Request]()
 
     def read(self, ids: Tensor) -> None:
         new = self.room - ids.shape[1]
-        self.engine = Engine(self.net, rows=len(ids), memory=len(ids) * (self.room + 256))
+        if self.rows != len(ids):  # once: it has memory for all that comes
+            self.rows, self.engine = len(ids), Engine(self.net, rows=len(ids), memory=len(ids) * (self.room + 256))
+            self.requests = []
+        for request in self.requests:
+            self.engine.cancel(request)
         self.requests = [self.engine.submit(each, Sampling(temperature=0.0, max_new_tokens=new)) for each in ids]
         for request in self.requests:
             request.end = -1  # all rows go on

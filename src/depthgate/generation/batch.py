@@ -5,57 +5,30 @@ graph that is replayed, and nothing in it waits for the host: the engine can be 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from depthgate.cache import LayerCache
 from depthgate.config import ROUTED_KINDS
 from depthgate.generation.config import Sampling
-from depthgate.generation.sampling import Filters, as_numbers, pick, uniform
+from depthgate.generation.sampling import Filters, Likely, as_numbers, likely, pick, uniform, used_filters
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
-from depthgate.ops.attention import rotation, with_half_of
-from depthgate.ops.decode import (
-    Heads,
-    Layer,
-    Pages,
-    Rows,
-    add_linear,
-    add_rows,
-    attend,
-    begin,
-    by_kernels,
-    chosen_rows,
-    decide,
-    finish,
-    finish_likeliest,
-    linear,
-    routed_layer,
-    tile_of,
-)
+from depthgate.ops import decode as ops
+from depthgate.ops.attention import rotation
+from depthgate.ops.select import compact
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
 from depthgate.routing.routers import Scorer, TopTokens
 
 TRASH = 0  # the page of rows that hold nothing
 _TURNS = 4096  # tiles of a product whose programs may take turns
+_SPARE_SLOTS = 64  # of a routed layer, beyond twice those that tokens of a prompt take on average
 RING = 16  # steps whose results are kept for the host
 _WARMUP = 2  # steps before a capture, in which kernels are compiled
-
-
-class Likely(NamedTuple):
-    """Log-probabilities, as the model says, before all filters."""
-
-    token: Tensor  # (N,) of the token that was picked
-    best: Tensor  # (N, n) of the likeliest, best first
-    ids: Tensor  # (N, n) which these are
-
-    def read(self) -> list[tuple[float, list[tuple[int, float]]]]:
-        """Those of each row, for the host. Waits for the device."""
-        best = [list(zip(*row, strict=True)) for row in zip(self.ids.tolist(), self.best.tolist(), strict=True)]
-        return list(zip(self.token.tolist(), best, strict=True))
 
 
 class Taken(NamedTuple):
@@ -78,14 +51,30 @@ def _to_host(each: Tensor) -> Tensor:
     return torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True)
 
 
+Table = list[list[int]]  # the pages of one row, of each group of layers
+
+
+def _padded(tables: Sequence[Table], width: int) -> Tensor:
+    """(groups, B, width) int32, with TRASH after the pages of each."""
+    each = [[[*pages, *[TRASH] * (width - len(pages))] for pages in group] for group in zip(*tables, strict=True)]
+    return torch.tensor(each, dtype=torch.int32)
+
+
+class Unread(NamedTuple):
+    """What is known of prompts that are not read to their ends."""
+
+    last_keys: Tensor  # (layers, B, G, d) where keys take half from the token before
+    seen: Tensor  # (B, V) tokens that were read
+
+
 class _Layer(NamedTuple):
     block: Block
     router: Any  # None in a layer that every token goes through
     group: int  # whose table and lengths it has: 0 in those, and in routed layers one of its own
     kv: Tensor  # (P, 2, G, size, d)
-    heads: Heads
+    heads: ops.Heads
     rule: tuple[Any, ...] | None  # what a kernel needs to decide
-    whole: Layer | None  # for a kernel that is a routed layer
+    whole: ops.Layer | None  # for a kernel that is a routed layer
 
 
 class Batch:
@@ -105,82 +94,137 @@ class Batch:
 
         dense_kv = zeros(dense + 1, kinds.count(False), *page, dtype=weight.dtype)
         routed_kv = zeros(routed + 1, *page, dtype=weight.dtype)
-        self.last_keys = [
-            zeros(rows, page[1], page[3], dtype=weight.dtype) if config.key_shift else None for _ in kinds
-        ]
+        self.last_keys = zeros(len(kinds) * config.key_shift, rows, page[1], page[3], dtype=weight.dtype)
         self.tables = zeros(groups, rows, -(-config.context // size), dtype=torch.int32)
         self.lengths = zeros(groups, rows, dtype=torch.int32)
         self.alive, self.all_rows = zeros(dtype=torch.int32), torch.arange(rows, device=self.device)
         self.token, self.pos, self.seeds, self.drawn = (zeros(rows) for _ in range(4))
         self.seen = zeros(rows, config.vocab, dtype=torch.bool)
         # In rows that are not in use, too, filters are in range.
-        self.options = torch.tensor(
-            [as_numbers(Sampling(temperature=0.0))], dtype=torch.float64, device=self.device
-        ).repeat(rows, 1)
+        greedy = as_numbers(Sampling(temperature=0.0))
+        self.options = torch.tensor([greedy] * rows, dtype=torch.float64, device=self.device)
         places, wide = (
-            torch.arange(config.context, device=self.device),
+            torch.arange(config.context)[None].to(self.device),
             torch.promote_types(weight.dtype, torch.float32),
         )
-        angles = rotation(places[None], attention.head_dim // 2, attention.rope_base, wide)
+        angles = rotation(places, attention.head_dim // 2, attention.rope_base, wide)
         self.cos, self.sin = (each[0, :, 0] for each in angles)  # (context, d/2)
         self.layers: list[_Layer] = []
         for n, (layer, block) in enumerate(zip(model.layers, blocks, strict=True)):
             before = sum(kinds[:n])
             where = (1 + before, routed_kv) if kinds[n] else (0, dense_kv[:, n - before])
             router = getattr(layer, "router", None)
-            rule = simple_rule(router) if router is not None and by_kernels(weight) else None
+            rule = simple_rule(router) if router is not None and ops.by_kernels(weight) else None
             self.layers.append(_Layer(block, router, *where, _heads(block), rule, _whole(block, rule)))
         self.turns = zeros(_TURNS, dtype=torch.int32)
         self.ring = torch.zeros(RING, (1 + groups) * rows, dtype=torch.int32, pin_memory=weight.is_cuda)
         self.steps, self.begun = zeros(), 0  # on the device, and as the host counts
+        self.waits = not weight.is_cuda  # True where to ask the device for a number costs nothing
         self._graphs: dict[tuple[Any, ...], Callable[[], Likely | None]] = {}
 
-    def put(
-        self,
-        caches: Sequence[LayerCache],
-        of: int,
-        tables: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        **state: Tensor,
-    ) -> int:
-        """Begin a row with what row `of` of some caches holds: so many entries in each group of layers, which go into
-        the pages of the tables; and with its state. Returns the row."""
-        row = self.live
-        for group, pages in enumerate(tables):
-            self.tables[group, row] = TRASH
-            self.set_pages(row, group, 0, pages)
-            self.lengths[group, row] = lengths[group]
-        for layer, last_key, cache in zip(self.layers, self.last_keys, caches, strict=True):
-            n = lengths[layer.group]
-            if cache.store is None or not n:
+    def unread(self, prompts: int) -> Unread:
+        """The state of so many prompts before anything is read of them."""
+        layers, _, *key = self.last_keys.shape
+        return Unread(self.last_keys.new_zeros(layers, prompts, *key), self.seen.new_zeros(prompts, self.seen.shape[1]))
+
+    def read(self, parts: Table, tables: Sequence[Table], past: list[int], state: Unread) -> tuple[Tensor, Tensor]:
+        """Read the next tokens of prompts, whose entries go into the pages of the tables. `past`: entries that one
+        prompt has in each group of layers already; 0 where there are several. Returns logits (B, V) after the last
+        tokens, and on the host (L, B, T): 1 where a token entered a routed layer. Waits for the device once; again only
+        where more tokens entered a layer than there were slots for."""
+        B, T, width = len(parts), max(map(len, parts)), max(len(pages) for table in tables for pages in table)
+        tokens = torch.tensor([[*ids, *ids[-1:] * (T - len(ids))] for ids in parts]).to(self.device)
+        sizes = torch.tensor([len(ids) for ids in parts]).to(self.device)
+        span = partial(self._span, tables, _padded(tables, width).to(self.device), past)
+        state.seen.scatter_(1, tokens, True)
+        keys, few = state.last_keys.clone(), min(T, int(2 * self.model.config.capacity * T) + _SPARE_SLOTS)
+        for slots in (None,) if self.waits else (few, T):
+            state.last_keys.copy_(keys)
+            x, entered = self._through(tokens, sizes, past[0], span, state.last_keys, slots)
+            host = entered.cpu()
+            if slots is None or not len(host) or host.sum(2).max() <= slots:
+                break
+        x, norm = x.view(B, T, -1)[torch.arange(B, device=self.device), sizes - 1], self.model.norm
+        return ops.linear(x, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
+
+    def _through(
+        self, tokens: Tensor, sizes: Tensor, past: int, span: Callable[..., ops.Span], keys: Tensor, slots: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream (B T, D) after all layers, and who entered the routed ones (L, B, T). With `slots`
+        nothing waits for the device, and tokens beyond them are left out. What stands after a row's tokens is
+        computed too, but they do not look at it."""
+        (B, T), model, entered = tokens.shape, self.model, list[Tensor]()
+        row, place = (torch.arange(n, device=self.device) for n in (B, T))
+        real, pos, whole = place < sizes[:, None], (place + past).repeat(B), span(0, sizes, T)
+        x, cos, sin = model.embed(tokens.flatten()), self.cos[pos], self.sin[pos]
+        x = F.rms_norm(x, x.shape[-1:]) if model.config.embed_norm else x
+        for n, layer in enumerate(self.layers):
+            last_key = keys[n] if len(keys) else None
+            if layer.router is None:
+                self._add_update(layer, x, None, None, cos, sin, whole._replace(kv=layer.kv, last_key=last_key))
                 continue
-            k, v = cache.store.k[of, :, :n], cache.store.v[of, :, :n]  # (G, n, d)
-            if last_key is not None:
-                last_key[row] = k[:, -1]
-                k = with_half_of(k, torch.cat((k[:, :1], k[:, :-1]), 1))
-            pages, full, rest = tables[layer.group], n // self.size, n % self.size
-            for place, each in enumerate((k, v)):
-                if full:
-                    whole = each[:, : n - rest].reshape(len(each), full, self.size, -1).transpose(0, 1)
-                    layer.kv[torch.tensor(pages[:full], device=self.device), place] = whole
-                if rest:
-                    layer.kv[pages[full], place, :, :rest] = each[:, n - rest :]
-        self.pos[row] = lengths[0]
-        for name, value in state.items():
-            getattr(self, name)[row] = value
-        self._set_live(row + 1)
-        return row
+            wanted, gates = (each.view(B, T) for each in layer.router.decide(x, pos))
+            entered.append(wanted & real)
+            many = entered[-1].sum(1).clamp(max=T if slots is None else slots)
+            if (C := int(many.max()) if slots is None else slots) == 0:
+                continue
+            index, filled = compact(entered[-1], C)
+            flat = (index + T * row[:, None]).flatten()
+            taken, some = x[flat], span(layer.group, many, C)._replace(kv=layer.kv, last_key=last_key)
+            self._add_update(layer, taken, None, gates.flatten()[flat], cos[flat], sin[flat], some)
+            x[flat] = torch.where(filled.view(-1, 1), taken, x[flat])
+        return x, torch.stack(entered) if entered else real.new_empty(0, B, T)
+
+    def _span(
+        self, tables: Sequence[Table], where: Tensor, past: Sequence[int], group: int, many: Tensor, C: int
+    ) -> ops.Span:
+        """Places in the pages of a group of layers for C entries of each row, after those that are there."""
+        begin, kv, B = past[group] % self.size, self.layers[0].kv, len(tables)
+        pages = [table[group][past[group] // self.size] for table in tables]
+        step = max(1, pages[min(1, B - 1)] - pages[0])
+        if begin + C <= self.size and pages == [pages[0] + step * n for n in range(B)]:  # faster than by indices
+            page: Any = slice(pages[0], pages[-1] + 1, step)
+            return ops.Span(kv, where[group], past[group], many, page, slice(begin, begin + C), None)
+        place = torch.arange(C, device=self.device)
+        entry = place + past[group]
+        page = where[group][:, (entry // self.size).clamp(max=where.shape[2] - 1)]
+        page = torch.where(place < many[:, None], page, TRASH)
+        return ops.Span(kv, where[group], past[group], many, page, (entry % self.size).expand_as(page), None)
+
+    def begin(self, logits: Tensor, state: Unread, tables: Any, lengths: Any, draws: Any, samplings: Any) -> Tensor:
+        """Begin rows with prompts that were read, and pick their first tokens, which are returned. Of each: its table,
+        entries in each group, seed and how many numbers were drawn, options."""
+        rows = slice(self.live, self.live + len(logits))
+        self._set_live(rows.stop)
+        self.tables[:, rows] = _padded(tables, self.tables.shape[2])
+        self.lengths[:, rows] = torch.tensor(lengths, dtype=torch.int32).T
+        self.options[rows] = torch.tensor([as_numbers(each) for each in samplings], dtype=torch.float64)
+        self.seeds[rows], self.drawn[rows] = torch.tensor(draws).T
+        self.pos[rows], self.seen[rows], self.last_keys[:, rows] = self.lengths[0, rows], state.seen, state.last_keys
+        self.token[rows] = tokens = self._picked(logits, rows, used_filters(samplings))
+        self.seen[rows].scatter_(1, tokens[:, None], True)
+        self.drawn[rows] += 1
+        return tokens
+
+    def _picked(self, logits: Tensor, rows: slice, used: tuple[bool, ...]) -> Tensor:
+        numbers = uniform(self.seeds[rows], self.drawn[rows]) if used[0] else None
+        return pick(logits, Filters.of(self.options[rows], used), self.seen[rows], numbers)
 
     def set_pages(self, row: int, group: int, first: int, pages: Sequence[int]) -> None:
         """Write pages into the table of a row, from place `first` on."""
         self.tables[group, row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+
+    def clean(self, pages: Table) -> None:
+        """Forget what pages of a row hold: masked or not, NaN would spread to whoever has them next."""
+        for layer in self.layers:
+            layer.kv[[TRASH, *pages[layer.group]]] = 0
 
     def drop(self, row: int) -> None:
         """End a row; the last one takes its place. Pages stay where they are."""
         self._set_live(self.live - 1)
         if row != self.live:
             state = [self.token, self.pos, self.seeds, self.drawn, self.seen, self.options]
-            state += [self.tables.transpose(0, 1), self.lengths.T, *(k for k in self.last_keys if k is not None)]
+            state += [self.tables.transpose(0, 1), self.lengths.T, self.last_keys.transpose(0, 1)]
             for each in state:
                 each[row] = each[self.live]
 
@@ -211,15 +255,7 @@ class Batch:
 
     def _captured(self, B: int, used: tuple[bool, ...], top: int | None) -> Callable[[], Likely | None]:
         """The step of the first B rows as a CUDA graph."""
-        kept = [
-            self.token,
-            self.pos,
-            self.drawn,
-            self.lengths,
-            self.seen,
-            self.steps,
-            *(k for k in self.last_keys if k is not None),
-        ]
+        kept = [self.token, self.pos, self.drawn, self.lengths, self.seen, self.steps, self.last_keys]
         before = [each.clone() for each in kept]
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
@@ -242,95 +278,99 @@ class Batch:
     def _body(self, B: int, used: tuple[bool, ...], top: int | None) -> Likely | None:
         """A step of the first B rows. On a CPU all of them are live; on CUDA the device knows which are."""
         model, pos, token, lengths = self.model, self.pos[:B], self.token[:B], self.lengths[:, :B]
-        x, cos, sin = begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
-        all_rows = Rows(self.all_rows[:B], self.alive, sure=True, turns=self.turns) if by_kernels(x) else None
+        x, cos, sin = ops.begin(model.embed.weight, token, model.config.embed_norm, pos, self.cos, self.sin)
+        all_rows = ops.Rows(self.all_rows[:B], self.alive, sure=True, turns=self.turns) if ops.by_kernels(x) else None
         record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
             if layer.router is None:
-                self._add_update(n, x, all_rows, None, cos, sin)
+                self._add_update(layer, x, all_rows, None, cos, sin, self._pages(n, B))
                 continue
             entered = record[1 + layer.group]
             if B == 1 and layer.whole is not None:
                 pages = self._pages(n, B)
                 turns, splits = self.turns[-1:], _splits(B, routed=True)
-                routed_layer(x, self.alive, entered, turns, layer.whole, cos, sin, layer.heads, pages, splits)
+                ops.routed_layer(x, self.alive, entered, turns, layer.whole, cos, sin, layer.heads, pages, splits)
                 continue
             rows, gates = self._decide(layer, x, pos, entered)
             if len(rows.places):
-                self._add_update(n, x, rows, gates, cos, sin)
-        logits = linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
+                self._add_update(layer, x, rows, gates, cos, sin, self._pages(n, B))
+        logits = ops.linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         state = record, self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         if any(used):
-            numbers = uniform(self.seeds[:B], self.drawn[:B]) if used[0] else None
-            tokens = pick(logits, Filters.of(self.options[:B], used), self.seen[:B], numbers)
+            tokens = self._picked(logits, slice(B), used)
             record[1] = logits.amax(-1).isfinite()
-            finish(tokens, self.alive, *state)
+            ops.finish(tokens, self.alive, *state)
         else:
-            tokens = finish_likeliest(logits, self.turns, self.alive, *state)
+            tokens = ops.finish_likeliest(logits, self.turns, self.alive, *state)
         return likely(logits, tokens, top)
 
-    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[Rows, Tensor]:
+    def _decide(self, layer: _Layer, x: Tensor, pos: Tensor, entered: Tensor) -> tuple[ops.Rows, Tensor]:
         """The rows of x that a routed layer takes, and their gates; `entered` (B,) gets 1 or 0."""
         if layer.rule is not None:
-            rows, gates = decide(x, self.alive, entered, *layer.rule)
+            rows, gates = ops.decide(x, self.alive, entered, *layer.rule)
             return rows._replace(turns=self.turns), gates
         wanted, gates = (each[:, 0] for each in layer.router.decide(x, pos))
         wanted = wanted & (self.all_rows[: len(x)] < self.alive)
         entered.copy_(wanted)
-        rows, gates = chosen_rows(wanted, gates)
+        rows, gates = ops.chosen_rows(wanted, gates)
         return rows._replace(turns=self.turns), gates
 
-    def _pages(self, n: int, B: int) -> Pages:
-        layer, last_key = self.layers[n], self.last_keys[n]
-        last_key = None if last_key is None else last_key[:B]
-        return Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
-
-    def _add_update(self, n: int, x: Tensor, rows: Rows | None, gates: Tensor | None, cos: Tensor, sin: Tensor) -> None:
-        """Add the update of a layer to its rows of x."""
+    def _pages(self, n: int, B: int) -> ops.Pages:
         layer = self.layers[n]
+        last_key = self.last_keys[n, :B] if len(self.last_keys) else None
+        return ops.Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
+
+    def _add_update(
+        self,
+        layer: _Layer,
+        x: Tensor,
+        rows: ops.Rows | None,
+        gates: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        kv: ops.Pages | ops.Span,
+    ) -> None:
+        """Add the update of a layer to its rows of x."""
         block, attention, norm = layer.block, layer.block.attention, layer.block.attention_norm
-        qkv = linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
-        attended = attend(qkv, rows, cos, sin, layer.heads, self._pages(n, len(x)), _splits(len(x), gates is not None))
-        attended = linear(attended, rows, attention.out.weight, gather=False)
+        qkv = ops.linear(x, rows, attention.qkv.weight, norm=norm.weight, eps=norm.eps)
+        if isinstance(kv, ops.Span):
+            attended = ops.attend_span(qkv, cos, sin, layer.heads, kv)
+        else:
+            attended = ops.attend(qkv, rows, cos, sin, layer.heads, kv, _splits(len(x), gates is not None))
+        attended = ops.linear(attended, rows, attention.out.weight, gather=False)
         norm, ffn = block.ffn_norm, block.ffn
         if isinstance(ffn, SwiGLU):
-            hidden = linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)
-            add_linear(x, rows, ffn.down.weight, hidden, attended, gates)
+            hidden = ops.linear(x, rows, ffn.up.weight, add=attended, norm=norm.weight, eps=norm.eps, glu=True)
+            ops.add_linear(x, rows, ffn.down.weight, hidden, attended, gates)
         else:
             taken = x if rows is None else x[rows.places]
             hidden = norm(taken + attended)
             assert isinstance(ffn, MoE)
-            fed = ffn.each_alone(hidden) if by_kernels(x) else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
-            add_rows(x, rows, attended + fed, gates)
-
-
-def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
-    """Log-probabilities of the tokens (N,), and of the `top` likeliest; None where top is None."""
-    if top is None:
-        return None
-    logprobs = logits.log_softmax(-1)
-    best = logprobs.topk(min(top, logits.shape[1]), -1)
-    return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
+            alone = ops.by_kernels(x) and rows is not None  # a step; a prompt may wait for the device
+            fed = ffn.each_alone(hidden) if alone else ffn(hidden[:, None], plain=True, causal=True)[0][:, 0]
+            ops.add_rows(x, rows, attended + fed, gates)
 
 
 def _splits(rows: int, routed: bool) -> int:
     """Parts of a row's entries that are read side by side: more where few rows of a batch compute."""
-    return {1: (64, 64), 16: (8, 32), 64: (2, 8)}[tile_of(rows)][routed]
+    return {1: (64, 64), 16: (8, 32), 64: (2, 8)}[ops.tile_of(rows)][routed]
 
 
-def _whole(block: Block, rule: tuple[Any, ...] | None) -> Layer | None:
+def _whole(block: Block, rule: tuple[Any, ...] | None) -> ops.Layer | None:
     attention, ffn, norm, up_norm = block.attention, block.ffn, block.attention_norm, block.ffn_norm
     if rule is None or not isinstance(ffn, SwiGLU):
         return None
     norms = (norm.weight, norm.eps), (up_norm.weight, up_norm.eps)
-    return Layer(rule, norms[0], attention.qkv.weight, attention.out.weight, norms[1], ffn.up.weight, ffn.down.weight)
+    return ops.Layer(
+        rule, norms[0], attention.qkv.weight, attention.out.weight, norms[1], ffn.up.weight, ffn.down.weight
+    )
 
 
-def _heads(block: Block) -> Heads:
+def _heads(block: Block) -> ops.Heads:
     attention = block.attention
     q_norm, k_norm = (getattr(norm, "weight", None) for norm in (attention.q_norm, attention.k_norm))
     eps = getattr(attention.q_norm, "eps", None)
-    return Heads(attention.heads, attention.kv_heads, attention.head_dim, q_norm, k_norm, eps)
+    return ops.Heads(attention.heads, attention.kv_heads, attention.head_dim, q_norm, k_norm, eps)
 
 
 def simple_rule(router: TopTokens) -> tuple[Tensor, Tensor, Tensor, bool, str] | None:

@@ -28,7 +28,7 @@ def _events(
     chunk: int | None,
     engine: bool | None,
 ) -> tuple[list[Generation], Generator[Event]]:
-    sampling, todo = Sampling.of(options), read_prompts(model, prompts)
+    sampling, todo = Sampling(**options), read_prompts(model, prompts)
     plain = not cache or sampling.beams > 1
     if engine and plain:
         what = "cache is False" if not cache else f"beams is {sampling.beams}"

@@ -46,11 +46,6 @@ class Sampling(Options):
                 "repetition_penalty out"
             )
 
-    @classmethod
-    def of(cls, options: dict[str, Any]) -> "Sampling":
-        """The options that a function was given; other names are refused."""
-        return cls(**options)
-
     @property
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())

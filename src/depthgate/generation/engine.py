@@ -1,7 +1,7 @@
 """An engine that many requests share: they join while others run, and leave when they are done.
 
 `turn` is called again and again. It lets waiting requests in where there are rows and pages for them, reads a chunk of
-their prompts with the plain path, and makes a step of all rows that run. Where pages run out, the newest request goes
+their prompts, and makes a step of all rows that run. Where pages run out, the newest request goes
 back to the queue, and later reads again what it has written: its tokens stay the same, since they depend on its prompt
 and seed alone.
 """
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import InvalidValueError, check_count
-from depthgate.generation.batch import TRASH, Batch, Likely, Taken, likely
+from depthgate.generation.batch import TRASH, Batch, Taken, Unread
 from depthgate.generation.config import Sampling
-from depthgate.generation.plain import Reader, tokens_at_once
-from depthgate.generation.sampling import NOT_FINITE, Filters, as_numbers, pick, uniform, used_filters
+from depthgate.generation.plain import tokens_at_once
+from depthgate.generation.sampling import NOT_FINITE, Likely, likely, used_filters
 from depthgate.generation.text import Event, Generation, Prompt, Writing, check_stops, read_prompts
 from depthgate.model import Decoder
 
@@ -82,7 +82,7 @@ class Engine:
         self.ahead = _AHEAD if self.batch.device.type == "cuda" else 0
         self._free = [list(range(pages, TRASH, -1)) for pages in (dense, routed)]
         self._queue, self._cancelled = deque[Request](), deque[Request]()
-        self._reading: tuple[list[Request], Reader] | None = None
+        self._reading: tuple[list[Request], Unread] | None = None
         self._active: list[Request] = []  # by row
         self._flying: deque[tuple[list[Request], Taken]] = deque()  # steps that were begun, and not read yet
         self._lock, self._count = threading.Lock(), 0
@@ -139,7 +139,10 @@ class Engine:
     @torch.inference_mode()
     def turn(self) -> list[Event]:
         """Work for as long as a step takes, and return the tokens that came of it; none if there is nothing to do."""
-        found = [*self._drop_cancelled(), *self._read()]
+        found, alone = [*self._drop_cancelled()], not self._active
+        found += self._read()
+        if alone and found:
+            return found  # first tokens wait for no step, where no other request does
         if any(len(each.result.tokens) + len(self._flying) >= each.most for each in self._active):
             found += self._land_all()  # a request that may be complete makes no further step
         found += self._make_room()
@@ -157,8 +160,6 @@ class Engine:
                 continue
             if request in self._queue:
                 self._queue.remove(request)
-            elif request.row is None:
-                self._reading = None  # a request that is read for more than a turn is read alone
             yield self._end(request, "cancelled")
 
     def _read(self) -> Iterator[Event]:
@@ -166,69 +167,61 @@ class Engine:
         self._reading = self._reading or self._let_in()
         if self._reading is None:
             return
-        requests, reader = self._reading
+        requests, state = self._reading
         parts = []
-        for request, at in zip(requests, reader.lengths.tolist(), strict=True):
-            known = len(request.result.depths)  # more than were read if the request was sent back
+        for request in requests:
+            at, known = request.lengths[0], len(request.result.depths)  # it knows more if it was sent back
             parts.append(request.ids[at : min(at + self.chunk, known)] or request.ids[at : at + self.chunk])
-        found = reader.prefill(parts)
-        whole = True
-        for request, at, *ways in zip(requests, reader.lengths.tolist(), *found.ways(), strict=True):
-            if at > len(request.result.depths):
-                request.result.note(*ways)
-            whole = whole and at == len(request.ids)
-        if whole:
+        pages = [request.pages for request in requests]
+        logits, entered = self.batch.read(parts, pages, requests[0].lengths, state)
+        depths = (entered.sum(0) + len(self.model.layers) - len(entered)).tolist()
+        for request, part, ways, routed in zip(requests, parts, depths, entered.sum(2).T.tolist(), strict=True):
+            request.lengths = [a + b for a, b in zip(request.lengths, [len(part), *routed], strict=True)]
+            if request.lengths[0] > len(request.result.depths):
+                request.result.note(ways[: len(part)], routed)
+        if all(request.lengths[0] == len(request.ids) for request in requests):
             self._reading = None
-            yield from self._begin(requests, reader, found.logits)
+            yield from self._begin(requests, logits, state)
 
-    def _let_in(self) -> tuple[list[Request], Reader] | None:
+    def _let_in(self) -> tuple[list[Request], Unread] | None:
         """Requests of the queue that there are rows and pages for: one, or several that fit into a chunk, and into more
         of them where nothing else would wait meanwhile."""
         taken: list[Request] = []
-        need, most = 0, self.chunk * (1 if self._active else _CHUNKS)
+        longest, most = 0, self.chunk * (1 if self._active else _CHUNKS)
+        groups, running = 1 + len(self.model.config.routed), Counter(id(each.owner) for each in self._active)
         while self._queue and len(self._active) + len(taken) < self.rows:
-            request = self._next(taken)
-            longest = max(len(each.ids) for each in (*taken, request))
+            request = self._next(running)
+            size = len(request.ids)
+            longest, need = max(longest, size), self._pages(size + 1)
             several = longest <= self.chunk and (len(taken) + 1) * longest <= most
             if taken and (not several or request.result.depths or taken[0].result.depths):
                 break
-            need += self._pages(len(request.ids) + 1)
-            if need > len(self._free[0]) or need * len(self.model.config.routed) > len(self._free[1]):
+            if need > len(self._free[0]) or need * (groups - 1) > len(self._free[1]):
                 break
             self._queue.remove(request)
+            running[id(request.owner)] += 1
+            request.lengths = [0] * groups
+            request.pages = [[self._free[group > 0].pop() for _ in range(need)] for group in range(groups)]
             taken.append(request)
-        return (taken, Reader(self.model, len(taken), chunk=self.chunk)) if taken else None
+        return (taken, self.batch.unread(len(taken))) if taken else None
 
-    def _next(self, taken: Sequence[Request]) -> Request:
-        """The request of the queue that comes next: one that was sent back, or of the owner who has the fewest."""
-        running = Counter(id(request.owner) for request in (*self._active, *taken))
-        return min(self._queue.copy(), key=lambda each: -1 if each.result.depths else running[id(each.owner)])
+    def _next(self, running: Counter[int]) -> Request:
+        """The request of the queue that comes next: one that was sent back, which stands first, or of the owner who has
+        the fewest that run."""
+        queue = self._queue.copy()
+        idle = (each for each in queue if each.result.depths or not running[id(each.owner)])
+        return next(idle, None) or min(queue, key=lambda each: running[id(each.owner)])
 
-    def _begin(self, requests: Sequence[Request], reader: Reader, logits: Tensor) -> Iterator[Event]:
-        """Pick the first tokens of requests that were read, and give them rows and pages."""
-        device, samplings = self.batch.device, [request.sampling for request in requests]
-        seeds = torch.tensor([request.seed for request in requests], device=device)
-        drawn = torch.tensor([len(request.result.tokens) for request in requests], device=device)
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-        for mask, request in zip(seen, requests, strict=True):
-            mask[request.ids] = True
-        options = torch.tensor([as_numbers(each) for each in samplings], dtype=torch.float64, device=device)
-        tokens = pick(logits, Filters.of(options, used_filters(samplings)), seen, uniform(seeds, drawn))
-        seen.scatter_(1, tokens[:, None], True)
-        state = {"token": tokens, "seen": seen, "seeds": seeds, "drawn": drawn + 1, "options": options}
-        routed = [reader.caches[n] for n in self.model.config.routed]
-        lengths = [reader.lengths, *(cache.store.lengths if cache.store else drawn * 0 for cache in routed)]
-        left = []
-        for n, (request, *counts) in enumerate(zip(requests, *(each.tolist() for each in lengths), strict=True)):
-            request.lengths, request.pages = counts, [[] for _ in counts]
-            if not all(self._grow(request, group, count) for group, count in enumerate(counts)):
-                self._give_back(request)  # others took the pages while it was read
-                left.append(request)
-                continue
-            mine = {name: each[n] for name, each in state.items()}
-            request.row = self.batch.put(reader.caches, n, request.pages, counts, **mine)
+    def _begin(self, requests: Sequence[Request], logits: Tensor, state: Unread) -> Iterator[Event]:
+        """Give rows to requests that were read, pick their first tokens, and take back pages that nothing entered."""
+        for request in requests:
+            for group, (pages, length) in enumerate(zip(request.pages, request.lengths, strict=True)):
+                self._free[group > 0] += pages[self._pages(length) :]
+                del pages[self._pages(length) :]
+            request.row = len(self._active)
             self._active.append(request)
-        self._queue.extendleft(reversed(left))
+        known = [(each.pages, each.lengths, (each.seed, len(each.result.tokens)), each.sampling) for each in requests]
+        tokens = self.batch.begin(logits, state, *map(list, zip(*known, strict=True)))
         finite, found = logits.amax(-1).isfinite(), likely(logits, tokens, _most(requests))
         yield from self._write(requests, tokens.tolist(), finite.tolist(), found)
 
@@ -240,7 +233,8 @@ class Engine:
                 while request.row is not None and not self._grow(request, group, request.lengths[group] + 1):
                     yield from self._land_all()
                     if not self._free[group > 0]:
-                        newest = max(self._active, key=lambda each: each.number)
+                        read = self._reading[0] if self._reading else ()
+                        newest = max((*self._active, *read), key=lambda each: each.number)
                         self._release(newest)
                         self._queue.appendleft(newest)
 
@@ -278,7 +272,7 @@ class Engine:
         self, requests: Sequence[Request], tokens: Sequence[int], finite: Sequence[int], found: Likely | None
     ) -> Iterator[Event]:
         """Add tokens to the results of requests that have not left."""
-        top = found.read() if found else []
+        top, done = found.read() if found else [], list[Request]()
         for n, (request, token, good) in enumerate(zip(requests, tokens, finite, strict=False)):
             if request.row is None:
                 continue
@@ -291,26 +285,30 @@ class Engine:
                 request.fault = error
                 event = self._end(request, "error")
             if event.finish is not None:
-                self._release(request)
+                done.append(request)
             yield event
+        for request in reversed(done):  # the last row needs no other in its place
+            self._release(request)
 
     def _end(self, request: Request, finish: str) -> Event:
         """The last event of a request that ends without a token."""
         with suppress(Exception):  # of a tokenizer that has failed
             request.close()
+        if request.pages and (finish == "error" or request.row is None):  # its logits are bad, or not known
+            self.batch.clean(request.pages)
         request.result.finish = finish
         self._release(request)
         return Event(request.number, -1, "", 0, finish)
 
-    def _give_back(self, request: Request) -> None:
-        for group, pages in enumerate(request.pages):
-            self._free[group > 0] += pages
-
     def _release(self, request: Request) -> None:
         """Give back the row and the pages of a request, if it has any."""
+        for group, pages in enumerate(request.pages):
+            self._free[group > 0] += pages
+        request.pages = []
         if request.row is None:
+            if self._reading and request in self._reading[0]:
+                self._reading = None  # a request that is read for more than a turn is read alone
             return
-        self._give_back(request)
         self.batch.drop(request.row)
         last = self._active.pop()
         if last is not request:  # the last row takes its place
@@ -354,7 +352,8 @@ def run(model: Decoder, todo: Sequence[Generation], sampling: Sampling, chunk: i
     memory = sum(-(-tokens // page) * page for tokens in grown)
     engine = Engine(model, rows=rows, memory=memory, chunk=chunk, page=page)
     seeds = sampling.seeds(len(todo))
-    requests = [engine.add(each, replace(sampling, seed=seed)) for each, seed in zip(todo, seeds, strict=True)]
+    own = [sampling if seed == sampling.seed else replace(sampling, seed=seed) for seed in seeds]
+    requests = [engine.add(each, one) for each, one in zip(todo, own, strict=True)]
     try:
         while engine.waiting or engine.running:
             for event in engine.turn():

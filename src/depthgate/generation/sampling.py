@@ -83,17 +83,11 @@ def pick(
     return torch.where(filters.temperature[:, 0] == 0, likeliest, drawn)
 
 
-def weights(logits: Tensor, filters: Filters | Sampling, seen: Tensor | None = None) -> Tensor:
+def _weights(x: Tensor, filters: Filters) -> Tensor:
     """Probabilities after all filters as integers whose sum in a row is at most 2**62; not for greedy sampling.
 
     The best token has 2**45 where V is 2**17: what falls below 2**-45 of it counts as 0.
     """
-    if isinstance(filters, Sampling):
-        filters = Filters.all_alike(filters, logits.device)
-    return _weights(_penalised(logits, filters, seen), filters)
-
-
-def _weights(x: Tensor, filters: Filters) -> Tensor:
     V = x.shape[1]
     if filters.top_k is not None:
         # Temperature keeps the order, so this may come first: dividing could round two logits to a tie.
@@ -114,6 +108,28 @@ def _weights(x: Tensor, filters: Filters) -> Tensor:
     if filters.min_p is not None:
         weight = weight.masked_fill(share < filters.min_p.float(), 0)
     return weight
+
+
+class Likely(NamedTuple):
+    """Log-probabilities, as the model says, before all filters."""
+
+    token: Tensor  # (N,) of the token that was picked
+    best: Tensor  # (N, n) of the likeliest, best first
+    ids: Tensor  # (N, n) which these are
+
+    def read(self) -> list[tuple[float, list[tuple[int, float]]]]:
+        """Those of each row, for the host. Waits for the device."""
+        best = [list(zip(*row, strict=True)) for row in zip(self.ids.tolist(), self.best.tolist(), strict=True)]
+        return list(zip(self.token.tolist(), best, strict=True))
+
+
+def likely(logits: Tensor, tokens: Tensor, top: int | None) -> Likely | None:
+    """Log-probabilities of the tokens (N,), and of the `top` likeliest; None where top is None."""
+    if top is None:
+        return None
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(top, logits.shape[1]), -1)
+    return Likely(logprobs.gather(1, tokens[:, None])[:, 0], best.values, best.indices)
 
 
 def check_logits(logits: Tensor) -> None:

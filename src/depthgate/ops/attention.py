@@ -38,10 +38,10 @@ def run_starts(doc: Tensor, most: int) -> Tensor:
     return torch.cat((ends.new_zeros(1), ends)).int()
 
 
-def without_cudnn(asked: bool) -> AbstractContextManager[object]:
+def without_cudnn(asked: bool, *more: SDPBackend) -> AbstractContextManager[object]:
     """A context for attention to a cache: cuDNN would plan again for every number of keys, on an H200 tens of
-    milliseconds each."""
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
+    milliseconds each. `more`: kinds that serve where there is no mask."""
+    return sdpa_kernel([*more, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if asked else nullcontext()
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

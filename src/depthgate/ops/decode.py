@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
 
-from depthgate.ops.attention import rope, with_half_of
+from depthgate.ops.attention import rope, with_half_of, without_cudnn
 
 
 def tile_of(rows: int) -> int:
@@ -206,13 +208,10 @@ def attend(
     if rows is not None and by_kernels(qkv):
         return kernels().attend(qkv, rows, cos, sin, heads, pages, splits)  # type: ignore[no-any-return]
     index, size = None if rows is None else rows.taken, pages.kv.shape[3]
-    H, G, d = heads.heads, heads.kv_heads, heads.dim
     lengths = pages.lengths
     if index is not None:
         cos, sin, lengths = cos[index], sin[index], lengths[index]
-    q, k, v = qkv.view(-1, H + 2 * G, d).split((H, G, G), dim=1)  # type: ignore[no-untyped-call]
-    q = rope(q if heads.q_norm is None else F.rms_norm(q, (d,), heads.q_norm, heads.eps), cos[:, None], sin[:, None])
-    k = rope(k if heads.k_norm is None else F.rms_norm(k, (d,), heads.k_norm, heads.eps), cos[:, None], sin[:, None])
+    q, k, v = _turned(qkv, cos, sin, heads)
     place = slice(None) if index is None else index
     if pages.last_key is not None:
         before = torch.where((lengths > 0)[:, None, None], pages.last_key[place], k)
@@ -226,8 +225,53 @@ def attend(
     allowed = None
     if len(q) > 1:
         allowed = (torch.arange(most, device=qkv.device) <= lengths[:, None])[:, None, None]
-    y = F.scaled_dot_product_attention(q.view(-1, G, H // G, d), keys, values, allowed)
-    return y.reshape(-1, H * d)
+    grouped = q.view(-1, heads.kv_heads, heads.heads // heads.kv_heads, heads.dim)
+    return F.scaled_dot_product_attention(grouped, keys, values, allowed).reshape(len(q), -1)
+
+
+def _turned(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (N, H, d), keys and values (N, G, d) of a projection (N, (H + 2 G) d), turned by cos and sin (N, d/2)."""
+    H, G, d = heads.heads, heads.kv_heads, heads.dim
+    q, k, v = qkv.view(-1, H + 2 * G, d).split((H, G, G), dim=1)  # type: ignore[no-untyped-call]
+    q = q if heads.q_norm is None else F.rms_norm(q, (d,), heads.q_norm, heads.eps)
+    k = k if heads.k_norm is None else F.rms_norm(k, (d,), heads.k_norm, heads.eps)
+    return rope(q, cos[:, None], sin[:, None]), rope(k, cos[:, None], sin[:, None]), v
+
+
+class Span(NamedTuple):
+    """Pages of B rows, and where C new entries of each go, of which the first `many` are real."""
+
+    kv: Tensor  # (P, 2, G, size, d)
+    table: Tensor  # (B, n)
+    past: int  # entries before the new ones; 0 where there is more than one row
+    many: Tensor  # (B,)
+    page: Tensor | slice  # (B, C) the page of each entry, or B pages that hold those of one row each
+    place: Tensor | slice  # (B, C) its place within the page
+    last_key: Tensor | None  # (B, G, d) as in Pages; it becomes that of the last real entry
+
+
+def attend_span(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, span: Span) -> Tensor:
+    """`attend` of many new tokens, (B C, (H + 2 G) d) -> (B C, H d), at the angles of cos and sin (B C, d/2): each to
+    the entries before it in its row and to itself."""
+    B, (H, G, d) = len(span.many), heads[:3]
+    q, k, v = (each.view(B, -1, each.shape[1], d) for each in _turned(qkv, cos, sin, heads))
+    if span.last_key is not None:
+        before = torch.cat((span.last_key[:, None] if span.past else k[:, :1], k), 1)
+        span.last_key.copy_(before[torch.arange(B, device=k.device), span.many])
+        k = with_half_of(k, before[:, :-1])
+    entries = span.kv.transpose(2, 3)
+    entries[span.page, 0, span.place], entries[span.page, 1, span.place] = k, v
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if span.past:
+        stored = span.kv.index_select(0, span.table[0, : -(-span.past // span.kv.shape[3])])
+        past = stored.permute(1, 2, 0, 3, 4).reshape(2, 1, G, -1, d)[:, :, :, : span.past]
+        k, v = torch.cat((past[0], k), 2), torch.cat((past[1], v), 2)
+    if G != H:
+        k, v = k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
+    with without_cudnn(q.is_cuda, SDPBackend.FLASH_ATTENTION):
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if span.past else None
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not span.past)
+    return y.transpose(1, 2).reshape(len(qkv), H * d)
 
 
 def decide(

@@ -102,13 +102,16 @@ class App(Starlette):
             raise RequestError(404, message, "model", "model_not_found")
 
     async def _body(self, request: Request, deadline: float) -> bytes:
-        body = bytearray()
+        body, most = bytearray(), self.config.max_body
+        huge = RequestError(413, f"the request has more than {most} bytes: send less")
+        if int(request.headers.get("content-length", 0)) > most:
+            raise huge  # nothing of it is waited for
         try:
             async with asyncio.timeout_at(deadline):
                 async for part in request.stream():
                     body += part
-                    if len(body) > self.config.max_body:
-                        raise RequestError(413, f"the request has more than {self.config.max_body} bytes: send less")
+                    if len(body) > most:
+                        raise huge
         except TimeoutError:
             raise RequestError(408, "the request came too slowly: send it again") from None
         return bytes(body)
@@ -120,7 +123,8 @@ class App(Starlette):
         if (asked["max_tokens"] or 0) > most:
             raise RequestError(400, f"max_tokens is {asked['max_tokens']}: ask for at most {most}", "max_tokens")
         given = [encode_chat(self.template, asked["messages"])] if chat else asked["prompt"]
-        self.worker.check(len(given) * asked["n"])  # before tokens are made of them
+        several = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
+        self.worker.check((len(given) if several else 1) * asked["n"])  # before tokens are made of them
         prompts = read_prompts(self.model, given)
         usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if chat else 16
         seed, length = asked.get("seed", secrets.randbits(62)), asked["max_tokens"] or min(most, usual)
