@@ -202,8 +202,8 @@ def run(config: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     dense: dict[tuple[int, int], float] = {}
     signal.signal(signal.SIGALRM, _too_late)
-    signal.setitimer(signal.ITIMER_REAL, config.seconds or 0)
     try:
+        signal.setitimer(signal.ITIMER_REAL, config.seconds or 0)
         for row in _rows(config):
             dense |= {_case(row): row["tokens_per_second"]} if row["model"] == "dense" else {}
             rows.append(

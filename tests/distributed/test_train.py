@@ -1,5 +1,6 @@
 """`torchrun -m depthgate train`: two processes equal one, and a run may go on with another number of them."""
 
+import math
 import os
 import socket
 import subprocess
@@ -127,7 +128,10 @@ def moved(model, half, before):
     for kind, plan, (average, weight) in zip(model.config.kinds, plans, before, strict=True):
         if real.any():
             kth = plan.scores[real].sort(0).values[-int(SHARES[kind] * real.sum())]
-            average, weight = 0.99 * average + 0.01 * kth, 0.99 * weight + 0.01
+            share = (12 / (12 + (1 - weight).log() / math.log(0.99))).clamp(min=0.01)
+            mean = average / weight + share * (kth - average / weight) if weight > 0 else kth
+            weight = 0.99 * weight + 0.01
+            average = weight * mean
         after.append((average, weight))
     return after
 

@@ -172,7 +172,7 @@ class Batch:
             flat = (index + T * row[:, None]).flatten()
             taken, some = x[flat], span(layer.group, many, C)._replace(kv=layer.kv, last_key=last_key)
             self._add_update(layer, taken, None, gates.flatten()[flat], cos[flat], sin[flat], some)
-            x[flat] = torch.where(filled.view(-1, 1), taken, x[flat])
+            x[flat] = torch.where(filled.reshape(-1, 1), taken, x[flat])
         return x, torch.stack(entered) if entered else real.new_empty(0, B, T)
 
     def _span(
