@@ -392,6 +392,6 @@ class DemoConfig(Options):
     """Train a dense, a Mixture-of-Depths and a MoDE model with as many FLOPs each; sample from them, write a report."""
 
     out: str = option("runs/demo", "folder of the runs and of report.html")
-    steps: int = count(2000, "optimizer steps of tiny-dense; the others take as many as cost the same")
+    steps: int = count(2800, "optimizer steps of tiny-dense; the others take as many as cost the same")
     data: str = option("stdlib", "text, as for depthgate train")
     seed: int = count(0, "seed of weights, of the order of the data, and of the samples", minimum=0)
