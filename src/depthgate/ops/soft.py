@@ -55,7 +55,8 @@ def _inverse_length(x: Tensor) -> Tensor:
 class _Exponentials(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
-        weights = torch.addcmul(-bound, _product(x, slots), _inverse_length(x)).exp_()
+        # Not in place: compiled by torch 2.11, gradients would then be zero.
+        weights = torch.addcmul(-bound, _product(x, slots), _inverse_length(x)).exp()
         if valid is not None:
             weights = torch.where(valid[..., None], weights, 0.0)
         weights = _in(x.dtype, weights)
