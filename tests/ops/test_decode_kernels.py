@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import depthgate as dg
-from depthgate.generation import batch
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine
 from depthgate.ops import decode
@@ -152,8 +151,7 @@ def test_a_whole_step_with_more_rows_than_live_ones(pattern, rule, monkeypatch):
     model, texts = built(pattern, rule).float(), prompts(3, 3)
     how = [{"top_k": 7}, {"temperature": 0.0}, {"min_p": 0.01, "top_k": 30}]
     wanted = [dg.generate(model, [text], seed=n, max_new_tokens=4, **how[n])[0] for n, text in enumerate(texts)]
-    for module in (decode, batch):
-        monkeypatch.setattr(module, "by_kernels", lambda _: True)
+    monkeypatch.setattr(decode, "by_kernels", lambda _: True)
     engine = Engine(model, rows=4, page=16, chunk=64)
     monkeypatch.setattr(engine.batch, "_rows", lambda: 1 << (engine.batch.live - 1).bit_length())
     requests = [engine.submit(text, Sampling(seed=n, max_new_tokens=4, **how[n])) for n, text in enumerate(texts)]
