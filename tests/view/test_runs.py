@@ -56,7 +56,7 @@ def test_curves_by_hand():
     assert curve(run, "tokens", "loss")[0] == [(100.0 * n, 10.0 - n) for n in range(1, 11)]
     points, size = curve(run, "step", "loss", most=4)
     assert size == 3
-    assert points == [(3.0, 8.0), (6.0, 5.0), (9.0, 2.0), (10.0, 0.0)]  # means of three, at the last of them
+    assert points == [(3.0, 8.0), (6.0, 5.0), (10.0, 1.5)]  # means of three, and of the last four, at the last of them
     run.rows[1]["loss"] = None
     assert curve(run, "step", "loss", most=4)[0][0] == (3.0, 8.0)  # of 9 and 7
     assert math.isnan(curve(run, "step", "loss")[0][1][1])

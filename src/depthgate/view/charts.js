@@ -102,7 +102,7 @@
       const xs = u.data[0];
       if (low == null || !xs.length) return chart.logX ? [1, 10] : [0, 1];
       if (low > xs[0] || high < xs[xs.length - 1]) return [low, high];
-      const ends = [...(chart.span ?? []), ...chart.series.flatMap(({ points }) => points.flatMap(([, , wide]) => wide ?? []))];
+      const ends = [...(chart.logX ? [] : chart.span ?? []), ...chart.series.flatMap(({ points }) => points.flatMap(([, , wide]) => wide ?? []))];
       [low, high] = [Math.min(low, ...ends.filter((end) => !chart.logX || end > 0)), Math.max(high, ...ends)];
       if (chart.logX) return [low / 1.12, high * 1.12];
       const step = chart.series[0].kind === "bar" ? (high - low) / Math.max(1, xs.length - 1) || 1 : 0;
@@ -171,7 +171,7 @@
         { ...axis, label: chart.y, labelSize: 20, grid: { stroke: line, width: 1 }, size: (_, marks) => 18 + 7.5 * Math.max(2, ...(marks ?? []).map((mark) => String(mark).length)), ...(upLog && { splits: few, filter: (_, marks) => marks }) },
       ],
       series: [{}, ...chart.series.map((each) => drawn(each, chart))],
-      hooks: { draw: [extras(chart)] },
+      hooks: { draw: [extras(chart)], setSeries: [(u) => u.root.querySelectorAll(".u-series th[role]").forEach((name, n) => { name.ariaPressed = String(u.series[n + 1].show); })] },
     };
   }
 
@@ -197,18 +197,21 @@
     chart.logX = chart.axis === "log_x";
     if (wish("log-x")?.checked) chart.logX = chart.series.every(({ points }) => points.every(([x]) => x > 0));
     if (keep && chart.smooth) for (const each of chart.series) if (each.kind === "line") each.points = smooth(each.points, keep);
-    place.chart?.destroy();
+    const before = place.chart, hidden = before?.series.filter(({ show }) => !show).map(({ label }) => label) ?? [];
+    const { min, max } = before?.scales.x ?? {}, xs = before?.data[0] ?? [], zoomed = min > xs[0] || max < xs[xs.length - 1];
+    before?.destroy();
     place.querySelector(".tools")?.remove();
     place.chart = new uPlot(options(chart, place.clientWidth), aligned(chart.series), place);
     const u = place.chart, legend = place.querySelector(".u-legend");
+    u.series.forEach(({ label }, n) => { if (n && hidden.includes(label)) u.setSeries(n, { show: false }); });
+    if (zoomed) u.setScale("x", { min, max });
     legend.setAttribute("role", "status");
     legend.setAttribute("aria-live", "polite");
     legend.classList.toggle("only", chart.series.length === 1 && !chart.named);  // one series needs no name: the axis has it
     legend.querySelectorAll(".u-series").forEach((row, n) => {
       if (!n) return;
       const name = row.querySelector("th");  // a click on it hides the line
-      Object.assign(name, { tabIndex: 0, role: "button", ariaPressed: "true" });
-      name.addEventListener("click", () => { name.ariaPressed = String(u.series[n].show); });
+      Object.assign(name, { tabIndex: 0, role: "button", ariaPressed: String(u.series[n].show) });
       name.addEventListener("keydown", (event) => {
         if (event.key === "Enter" || event.key === " ") { event.preventDefault(); name.click(); }
       });
@@ -230,7 +233,9 @@
       place.append(tools);
     }
     for (const kind of ["pointerdown", "pointermove"]) u.over.addEventListener(kind, ({ pointerType, offsetX, offsetY }) => {
-      if (pointerType !== "mouse") u.setCursor({ left: offsetX, top: offsetY });
+      if (pointerType === "mouse") return;
+      u.setCursor({ left: offsetX, top: offsetY });
+      u.touched = u.posToVal(offsetX, "x");  // buttons zoom about it
     });
   }
 
@@ -244,7 +249,8 @@
 
   function zoom(u, factor) {
     const { min, max } = u.scales.x, log = u.scales.x.distr === 3, [a, b] = log ? [Math.log(min), Math.log(max)] : [min, max];
-    const middle = u.cursor.idx == null ? (a + b) / 2 : log ? Math.log(u.data[0][u.cursor.idx]) : u.data[0][u.cursor.idx];
+    const at = u.cursor.idx == null ? u.touched : u.data[0][u.cursor.idx], seen = at >= min && at <= max;
+    const middle = !seen ? (a + b) / 2 : log ? Math.log(at) : at;
     const ends = [middle - (middle - a) * factor, middle + (b - middle) * factor].map((end) => log ? Math.exp(end) : end), xs = u.data[0];
     u.setScale("x", { min: Math.max(xs[0], ends[0]), max: Math.min(xs[xs.length - 1], ends[1]) });
   }
@@ -265,5 +271,7 @@
   places.forEach((place) => watch.observe(place));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
   for (const id of ["smooth", "log-x", "log-y", "first-steps"]) wish(id)?.addEventListener("input", redraw);
-  wish("smooth")?.addEventListener("input", ({ target }) => { wish("smoothed").textContent = target.value; });
+  const tell = () => { if (wish("smooth")) wish("smoothed").textContent = wish("smooth").value; };
+  wish("smooth")?.addEventListener("input", tell);
+  tell();  // a page that was loaded again has a value already
 })();

@@ -14,7 +14,9 @@
     button.textContent = paused ? "Go on reloading" : "Stop reloading";
   });
   setInterval(() => {
-    if (button.ariaPressed === "true" || document.querySelector(".axis :focus-visible, .chart:hover, .chart:focus-within")) return;
+    const used = document.querySelector("main :focus-visible, .chart:hover");
+    document.getElementById("waits").textContent = used ? "It waits while something on it is in use." : "";
+    if (button.ariaPressed === "true" || used) return;
     const chosen = inputs.map((each) => [each.id, each.type === "range" ? each.value : each.checked]);
     try { sessionStorage.setItem("chosen", JSON.stringify(Object.fromEntries(chosen))); } catch { /* as above */ }
     location.reload();

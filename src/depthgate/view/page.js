@@ -24,7 +24,7 @@ document.querySelectorAll(".wide").forEach((wide) => {
     const rest = document.createElement("button");
     rest.className = "rest";
     rest.textContent = `Show all ${rows.length} rows`;
-    rest.addEventListener("click", () => table.classList.add("all"));
+    rest.addEventListener("click", () => { table.classList.add("all"); wide.focus(); });
     wide.after(rest);
   }
   fits.observe(wide);

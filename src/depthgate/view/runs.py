@@ -190,8 +190,9 @@ def curve(run: Run, axis: str, value: str, most: int = 240) -> tuple[Points, int
     rows = [row for row in run.rows if row.get("held_out_loss") is not None] if name in _HELD_OUT else run.rows
     size = max(1, -(-len(rows) // most))
     points: list[tuple[float, float]] = []
-    for i in range(0, len(rows), size):
-        part = rows[i : i + size]
+    starts = range(0, len(rows) - size + 1, size) if rows else range(0)
+    for i in starts:
+        part = rows[i : i + size] if i < starts[-1] else rows[i:]  # with those that are too few for a point
         if points and name not in _HELD_OUT and part[0]["step"] > rows[i - 1]["step"] + 1:  # a gap
             points.append(((rows[i - 1][axis] + part[0][axis]) / 2, math.nan))
         values = [row[name][picked] if name in _OF_LAYERS else [row.get(name)] for row in part]
