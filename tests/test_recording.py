@@ -297,3 +297,20 @@ def test_slots_are_drawn_whatever_the_default_dtype(dtype):
         assert plans.plot() is not None
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_plans_add_up_and_pages_replace_pages_alone(tmp_path):
+    layer, x = dg.MixtureOfDepths(nn.Linear(8, 8), 8, 0.5), torch.randn(1, 4, 8)
+    _, first = layer(x, return_plans=True)
+    plans = ()
+    plans += first
+    assert list(plans + first) == [*first, *first]
+    assert (plans + first).names == ["", ""]
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(dg.DepthgateError, match=r"mine\.txt is there, and is not a page of depthgate"):
+        first.save_page(tmp_path / "mine.txt")
+    for name in ("new", "page.html"):
+        (tmp_path / "page.html").write_text("somebody's")
+        for _ in range(2):  # the second time it is a page of ours
+            first.save_page(tmp_path / name)
+        assert 'content="depthgate"' in (tmp_path / name).read_text()

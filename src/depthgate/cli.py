@@ -231,7 +231,9 @@ def parse(argv: Sequence[str]) -> Namespace:
         if words[:1] != ["train"]:
             return build_parser().parse_args(words)
         # All other defaults depend on the preset, which may stand in a yaml file: read once to learn it.
-        asking, task = ("--help", "-h", "--print_config"), _task(words)
+        asking, task, of_run = ("--help", "-h", "--print_config"), _task(words), _task(_recorded(words) or words)
+        if task != of_run:
+            raise InvalidValueError(f"task is {task!r}, but the run is one of {of_run}: leave it out")
         first = build_parser(task=task).parse_args([word for word in words if not word.startswith(asking)])
         options = build_parser(first.train.preset, task).parse_args(words)
     except UnicodeDecodeError as error:

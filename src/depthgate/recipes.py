@@ -70,6 +70,8 @@ def presets() -> list[str]:
 def preset(name: str, known: Mapping[str, dict[str, Any]] = PRESETS) -> dict[str, Any]:
     """The options of a preset; an unknown name is refused with the nearest known one."""
     found = RENAMED.get(name, name)
+    if name in IMAGE_PRESETS and known is not IMAGE_PRESETS:
+        raise InvalidValueError(f"preset is {name!r}, which is for images: give --task images, or use ViT.from_preset")
     if found not in known:
         raise InvalidValueError(f"preset is {name!r}{near(name, known, 0.0)} `depthgate presets` lists them all")
     return dict(known[found])

@@ -10,6 +10,7 @@ import pytest
 
 import depthgate as dg
 from depthgate.checkpoint import store as checkpoint
+from depthgate.cli import main
 from depthgate.data.token_file import cache_folder
 from depthgate.errors import DepthgateError
 from tests.train import forks
@@ -236,3 +237,17 @@ def test_where_tokens_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", homeless)
     with pytest.raises(DepthgateError, match="set HOME or XDG_CACHE_HOME"):
         cache_folder()
+
+
+def test_a_run_is_not_begun_within_another(tmp_path, capsys):
+    run, data = tmp_path / "run", write_data(tmp_path / "text.jsonl")
+    assert train(run, data, 1) == 0
+    before = sorted((run / "step-1").iterdir())
+    for within in ("step-1", "sub", "a/b/c"):
+        for more in ((), ("--resume",)):
+            assert train(run / within, data, 1, *more) == 2
+            assert f"within the folder of the run {run}" in capsys.readouterr().err
+    assert sorted((run / "step-1").iterdir()) == before
+    assert not (run / "sub").exists()
+    assert main(["train", "--out", str(run), "--resume", "--task", "images"]) == 2
+    assert "task is 'images', but the run is one of text: leave it out" in capsys.readouterr().err

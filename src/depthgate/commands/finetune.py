@@ -35,7 +35,7 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     model = load(source)
     tokenizer = tokenizer_of(source)
     if not routed_layers(model) and config.capacity != 1:
-        what = f"{source} has no routed layers: convert it first, with depthgate convert"
+        what = f"{source} has no routed layers of transformers: convert it first, with depthgate convert"
         raise DepthgateError(f"{what}; --capacity 1 trains it as it is, for comparison")
     with opened(config, resume, "finetune.json") as folder:
         language = HFLanguageModel(model, tokenizer, config.seq)

@@ -18,7 +18,7 @@ from depthgate.errors import DepthgateError
 from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, images_of, is_of_images, load, open_model, text_of
 from depthgate.view.figures import figure_bytes, plans_figure, runs_figure
-from depthgate.view.page import Html, count, fill, isolated, join, note, paragraph, short
+from depthgate.view.page import Html, check_replaces, count, fill, isolated, join, note, paragraph, short
 from depthgate.view.routes import SHARES, Decisions, Image, held_out_tokens, image_of, plan_decisions, read
 from depthgate.view.routes_page import images_page, text_page
 from depthgate.view.runs import METRICS, REPORT, read_runs, runs_page
@@ -37,9 +37,8 @@ def run(config: ViewConfig, as_json: bool) -> None:
         print(json.dumps({"page": page}) if as_json else page)
         return
     outs = check_outs(config.page, config.png, config.svg)
-    named = config.out is not None and Path(config.out).suffix in (".html", ".htm")  # then any page is replaced
-    if config.page is not None and not named and not _replaceable(Path(config.page)):
-        raise DepthgateError(f"{config.page} is there, and is not a page of depthgate: name another file with --out")
+    if config.page is not None:
+        check_replaces(Path(config.page), named=config.out is not None)
     if config.model is not None:
         make_page, draw, told = _model(config, config.model)
     else:
@@ -52,11 +51,6 @@ def run(config: ViewConfig, as_json: bool) -> None:
     if config.page is not None:
         write(Path(config.page), make_page())
     print(json.dumps({"page": config.page, **told}) if as_json else "\n".join(map(str, outs)))
-
-
-def _replaceable(page: Path) -> bool:
-    """True where there is no file yet, or one of our pages: no other file is lost."""
-    return not page.is_file() or b'content="depthgate"' in page.read_bytes()[:500]
 
 
 def _study(study: Path, config: ViewConfig) -> str:

@@ -77,11 +77,13 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
 
 
 def _is_new(run: Path, path: Path) -> bool:
-    """True for a folder without a run, whose configuration would be in `path`; one with other files is refused."""
+    """True for a folder without a run, whose configuration would be in `path`; one with other files is refused, as is
+    one within a run's folder."""
+    for above in list(run.absolute().parents)[:4]:
+        if above.is_dir() and any(above.glob("step-*/manifest.json")):
+            raise DepthgateError(f"out is {run}, within the folder of the run {above}: choose that, or another folder")
     if path.exists() or (run.is_dir() and checkpoint.steps(run)):
         return False
-    if run.parent.is_dir() and checkpoint.steps(run.parent):
-        raise DepthgateError(f"out is {run}, within the folder of the run {run.parent}: choose another folder")
     if run.exists() and not run.is_dir():
         raise DepthgateError(f"out is {run}, which is not a folder: choose another name")
     if run.is_dir() and (runs := checkpoint.runs_in(run)):

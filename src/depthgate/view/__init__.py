@@ -49,8 +49,10 @@ def save_page(
 ) -> None:
     """The same as one self-contained HTML page, with every number."""
     from depthgate.files import write
+    from depthgate.view.page import check_replaces
     from depthgate.view.routes import image_of, plan_decisions
     from depthgate.view.routes_page import plans_page
 
+    check_replaces(Path(path))
     found = plan_decisions(plans, tokens, grid, row, prefix, causal_rule, names)
     write(Path(path), plans_page(title, found, image_of(grid, prefix, image), tokens))

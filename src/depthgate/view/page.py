@@ -14,8 +14,11 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 from string import Formatter
 from typing import Any, NamedTuple
+
+from depthgate.errors import DepthgateError
 
 Points = Sequence[tuple[float, float]]
 Kinds = Sequence[str]
@@ -68,6 +71,14 @@ def page(title: str, sections: Mapping[str, object], live: bool = False) -> Html
         charts = fill("charts", licence=licence, uplot=uplot, script=script("charts.js"))
     own = script("page.js", "small_maps.js", *["live.js"] * live)
     return fill("page", title=title, style=style, body=body, script=own, charts=charts)
+
+
+def check_replaces(path: Path, named: bool = True) -> None:
+    """Refuse to write a page over a file that is not a page of ours; where the user has named it, over one that is not
+    called a page either."""
+    page = named and path.suffix in (".html", ".htm")
+    if not page and path.is_file() and b'content="depthgate"' not in path.read_bytes()[:500]:
+        raise DepthgateError(f"{path} is there, and is not a page of depthgate: name another file")
 
 
 @cache
