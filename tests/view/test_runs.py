@@ -152,7 +152,7 @@ def test_a_page_that_nobody_has_named_replaces_pages_alone(run, tmp_path, monkey
     page = tmp_path / "page.html"
     page.write_text("<p>mine</p>")
     assert view(run) == 2
-    said = "page.html is there, and is not a page of depthgate: name another file with --out"
+    said = "page.html is there, and is not a page of depthgate: name another file"
     assert said in capfd.readouterr().err
     assert page.read_text() == "<p>mine</p>"
     assert view(run, "--out", page) == 0  # named
