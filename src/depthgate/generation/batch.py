@@ -215,7 +215,7 @@ class Batch:
         self.tables[group, row, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int32)
 
     def clean(self, pages: Table) -> None:
-        """Forget what pages of a row hold: masked or not, NaN would spread to whoever has them next."""
+        """Forget what pages of a row hold: masked or not, NaN would spread to the row that has them next."""
         for layer in self.layers:
             layer.kv[[TRASH, *pages[layer.group]]] = 0
 

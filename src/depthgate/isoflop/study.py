@@ -52,7 +52,7 @@ class Study:
         elif config.device == "auto":  # that of other machines is not known here
             self.device = "cuda" if config.gpus else "cpu"
         self.options = {name: value for name, value in asdict(config).items() if name not in (*_FREE, *_TEXTS)}
-        self.options |= {"budgets": config.budget_list, "context": config.tokens_in_sequence}
+        self.options |= {"budgets": config.budget_list, "context": config.tokens_in_sequence, "spread": config.apart}
         self.options |= dict(zip(("tokenizer", "vocab"), config.tokens, strict=True))
         self.options["measured"] = config.most_measured
         if config.images:

@@ -79,8 +79,8 @@ def opened(config: RunConfig, resume: bool, name: str = CONFIG) -> Iterator[Path
 def _is_new(run: Path, path: Path) -> bool:
     """True for a folder without a run, whose configuration would be in `path`; one with other files is refused, as is
     one within a run's folder."""
-    for above in list(run.absolute().parents)[:4]:
-        if above.is_dir() and any(above.glob("step-*/manifest.json")):
+    for above in run.absolute().parents:
+        if any(above.glob(f"step-*/{checkpoint.MANIFEST}")):
             raise DepthgateError(f"out is {run}, within the folder of the run {above}: choose that, or another folder")
     if path.exists() or (run.is_dir() and checkpoint.steps(run)):
         return False
