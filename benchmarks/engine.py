@@ -67,17 +67,17 @@ def _filled(model: Decoder, batch: int, context: int) -> Batch:
     return rows
 
 
-def _calibrated(model: Decoder) -> None:
-    """Set the thresholds so that the routers take their share of random tokens in the middle of a decode."""
+def _calibrated(model: Decoder, context: int = 256) -> None:
+    """Set the thresholds so that the routers take their share of random tokens after so many others."""
     routers = [layer.router for layer in model.layers if hasattr(layer, "router")]
     for n, router in enumerate(routers):
         for rule in (r.rule for r in routers[n:]):
             rule.average.fill_(1e9)
             rule.weight.fill_(1.0)
-        rows, found = _filled(model, 32, 256), []
+        rows, found = _filled(model, 32, context), []
         hook = router.proj.register_forward_hook(lambda _, __, scores, found=found: found.append(scores.flatten()))
         with torch.inference_mode():
-            for _ in range(8):
+            for _ in range(64):
                 rows.layers = [layer._replace(rule=None) for layer in rows.layers]
                 rows.token.random_(model.config.vocab)
                 rows._body(32, (False,) * 5, None)
@@ -96,7 +96,7 @@ def _first_token(model: Decoder, config: argparse.Namespace) -> float:
     """Milliseconds from a prompt of the smallest context to its first token, by a running engine."""
     engine = Engine(model, rows=1, memory=min(config.contexts) + 512)
     times = []
-    for _ in range(4):
+    for _ in range(6):
         prompt = torch.randint(model.config.vocab, (min(config.contexts),)).tolist()
         begun = _now(config)
         engine.submit(prompt, Sampling(temperature=0.0, max_new_tokens=2))
@@ -105,7 +105,7 @@ def _first_token(model: Decoder, config: argparse.Namespace) -> float:
         times.append((_now(config) - begun) * 1e3)
         while engine.waiting or engine.running:
             engine.turn()
-    return min(times[1:])
+    return min(times[2:])  # from the third prompt of a size on it is a graph
 
 
 def _by_transformers(config: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -177,13 +177,14 @@ def _rows(config: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for name in config.models:
         _check(name, config)
         model = _model(name, config)
-        if model.config.routed:
-            _calibrated(model)
-        first = {"first_token_ms": _first_token(model, config)}
+        first: dict[str, float] = {}
         for context, batch in product(config.contexts, config.batches):
+            if batch == config.batches[0]:
+                if model.config.routed:
+                    _calibrated(model, context)
+                first = first or {"first_token_ms": _first_token(model, config)}
             row = {"model": name, "batch": batch, "context": context, **_timed(model, batch, context, config), **first}
             yield row | {"bandwidth_share": row["bytes"] / row["ms"] * 1e3 / rate}
-            first = {}
             gc.collect()
             if config.device == "cuda":
                 torch.cuda.empty_cache()

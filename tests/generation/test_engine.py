@@ -196,18 +196,38 @@ def test_pages_of_a_row_without_finite_logits_do_not_spoil_who_has_them_next():
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_prompts_read_without_asking_the_device_are_the_same(monkeypatch, pattern, capacity):
     """As on CUDA: a routed layer has so many slots, and a chunk is read again where more tokens enter."""
-    monkeypatch.setattr("depthgate.generation.batch._SPARE_SLOTS", 1)
+    monkeypatch.setattr("depthgate.generation.prompts._SPARE_SLOTS", 1)
     model = built(pattern, "threshold")
     for layer in model.layers:
         if capacity == 1.0 and hasattr(layer, "router"):
             layer.router.rule.average.fill_(-9.0)  # nearly every token enters
     texts = [*prompts(5, 2), list(range(40)), [3] * 50]
     engine = Engine(model, page=8, chunk=16)
-    engine.batch.waits = False
+    engine.prompts.waits = False
     made = [engine.submit(text, Sampling(max_new_tokens=5)) for text in texts]
     finish(engine)
     assert idle(engine)
     assert said([each.result for each in made]) == said(dg.generate(model, texts, max_new_tokens=5))
+
+
+class Forgets(dict):
+    """A CPU has no graphs: every prompt is the first of its size."""
+
+    def __setitem__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("pattern", ["dense", "dense,mod", "mod"])
+def test_a_prompt_that_is_padded_for_a_graph_is_the_same(pattern):
+    model = built(pattern, "threshold")
+    texts = [*prompts(5, 2), list(range(40)), [3] * 50]
+    for rows in (1, 3):
+        engine = Engine(model, rows=rows, page=8, chunk=16)
+        engine.prompts.waits, engine.prompts._replays, engine.prompts._kept = False, True, Forgets()
+        made = [engine.submit(text, Sampling(max_new_tokens=5)) for text in texts]
+        finish(engine)
+        assert idle(engine)
+        assert said([each.result for each in made]) == said(dg.generate(model, texts, max_new_tokens=5))
 
 
 def test_a_tokenizer_that_fails_ends_its_request_alone(monkeypatch):

@@ -110,3 +110,16 @@ def test_requests_that_join_and_leave_change_no_token(pattern):
         else:
             assert said([request.result]) == said([alone])
     assert engine.batch.live == 0
+
+
+@pytest.mark.parametrize("pattern", ["dense", "dense,mod", "mod", "dense,random", "mod,mode"])
+def test_prompts_that_are_replayed_are_the_same(pattern):
+    model, texts = built(pattern, "threshold").float().cuda(), [*prompts(12, 3), list(range(40)), [3] * 50, [5] * 50]
+    engine = Engine(model, rows=3, page=16)
+    for text in texts * 2:
+        alone = dg.generate(model, text, max_new_tokens=4, seed=3, engine=False)
+        request = engine.submit(text, Sampling(max_new_tokens=4, seed=3))
+        while engine.waiting or engine.running:
+            engine.turn()
+        assert said([request.result]) == said(alone)
+    assert any(engine.prompts._kept.values()) == (pattern != "mod,mode")

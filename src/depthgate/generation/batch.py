@@ -5,11 +5,9 @@ graph that is replayed, and nothing in it waits for the host: the engine can be 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from depthgate.config import ROUTED_KINDS
@@ -19,14 +17,12 @@ from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.model import Decoder
 from depthgate.ops import decode as ops
 from depthgate.ops.attention import rotation
-from depthgate.ops.select import compact
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.gates import GATES
 from depthgate.routing.routers import Scorer, TopTokens
 
 TRASH = 0  # the page of rows that hold nothing
 _TURNS = 4096  # tiles of a product whose programs may take turns
-_SPARE_SLOTS = 64  # of a routed layer, beyond twice those that tokens of a prompt take on average
 RING = 16  # steps whose results are kept for the host
 _WARMUP = 2  # steps before a capture, in which kernels are compiled
 
@@ -54,7 +50,7 @@ def _to_host(each: Tensor) -> Tensor:
 Table = list[list[int]]  # the pages of one row, of each group of layers
 
 
-def _padded(tables: Sequence[Table], width: int) -> Tensor:
+def padded(tables: Sequence[Table], width: int) -> Tensor:
     """(groups, B, width) int32, with TRASH after the pages of each."""
     each = [[[*pages, *[TRASH] * (width - len(pages))] for pages in group] for group in zip(*tables, strict=True)]
     return torch.tensor(each, dtype=torch.int32)
@@ -119,84 +115,14 @@ class Batch:
         self.turns = zeros(_TURNS, dtype=torch.int32)
         self.ring = torch.zeros(RING, (1 + groups) * rows, dtype=torch.int32, pin_memory=weight.is_cuda)
         self.steps, self.begun = zeros(), 0  # on the device, and as the host counts
-        self.waits = not weight.is_cuda  # True where to ask the device for a number costs nothing
         self._graphs: dict[tuple[Any, ...], Callable[[], Likely | None]] = {}
-
-    def unread(self, prompts: int) -> Unread:
-        """The state of so many prompts before anything is read of them."""
-        layers, _, *key = self.last_keys.shape
-        return Unread(self.last_keys.new_zeros(layers, prompts, *key), self.seen.new_zeros(prompts, self.seen.shape[1]))
-
-    def read(self, parts: Table, tables: Sequence[Table], past: list[int], state: Unread) -> tuple[Tensor, Tensor]:
-        """Read the next tokens of prompts, whose entries go into the pages of the tables. `past`: entries that one
-        prompt has in each group of layers already; 0 where there are several. Returns logits (B, V) after the last
-        tokens, and on the host (L, B, T): 1 where a token entered a routed layer. Waits for the device once; again only
-        where more tokens entered a layer than there were slots for."""
-        B, T, width = len(parts), max(map(len, parts)), max(len(pages) for table in tables for pages in table)
-        tokens = torch.tensor([[*ids, *ids[-1:] * (T - len(ids))] for ids in parts]).to(self.device)
-        sizes = torch.tensor([len(ids) for ids in parts]).to(self.device)
-        span = partial(self._span, tables, _padded(tables, width).to(self.device), past)
-        state.seen.scatter_(1, tokens, True)
-        keys, few = state.last_keys.clone(), min(T, int(2 * self.model.config.capacity * T) + _SPARE_SLOTS)
-        for slots in (None,) if self.waits else (few, T):
-            state.last_keys.copy_(keys)
-            x, entered = self._through(tokens, sizes, past[0], span, state.last_keys, slots)
-            host = entered.cpu()
-            if slots is None or not len(host) or host.sum(2).max() <= slots:
-                break
-        x, norm = x.view(B, T, -1)[torch.arange(B, device=self.device), sizes - 1], self.model.norm
-        return ops.linear(x, None, self.model.head.weight, norm=norm.weight, eps=norm.eps, wide=True), host
-
-    def _through(
-        self, tokens: Tensor, sizes: Tensor, past: int, span: Callable[..., ops.Span], keys: Tensor, slots: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """The residual stream (B T, D) after all layers, and who entered the routed ones (L, B, T). With `slots`
-        nothing waits for the device, and tokens beyond them are left out. What stands after a row's tokens is
-        computed too, but they do not look at it."""
-        (B, T), model, entered = tokens.shape, self.model, list[Tensor]()
-        row, place = (torch.arange(n, device=self.device) for n in (B, T))
-        real, pos, whole = place < sizes[:, None], (place + past).repeat(B), span(0, sizes, T)
-        x, cos, sin = model.embed(tokens.flatten()), self.cos[pos], self.sin[pos]
-        x = F.rms_norm(x, x.shape[-1:]) if model.config.embed_norm else x
-        for n, layer in enumerate(self.layers):
-            last_key = keys[n] if len(keys) else None
-            if layer.router is None:
-                self._add_update(layer, x, None, None, cos, sin, whole._replace(kv=layer.kv, last_key=last_key))
-                continue
-            wanted, gates = (each.view(B, T) for each in layer.router.decide(x, pos))
-            entered.append(wanted & real)
-            many = entered[-1].sum(1).clamp(max=T if slots is None else slots)
-            if (C := int(many.max()) if slots is None else slots) == 0:
-                continue
-            index, filled = compact(entered[-1], C)
-            flat = (index + T * row[:, None]).flatten()
-            taken, some = x[flat], span(layer.group, many, C)._replace(kv=layer.kv, last_key=last_key)
-            self._add_update(layer, taken, None, gates.flatten()[flat], cos[flat], sin[flat], some)
-            x[flat] = torch.where(filled.reshape(-1, 1), taken, x[flat])
-        return x, torch.stack(entered) if entered else real.new_empty(0, B, T)
-
-    def _span(
-        self, tables: Sequence[Table], where: Tensor, past: Sequence[int], group: int, many: Tensor, C: int
-    ) -> ops.Span:
-        """Places in the pages of a group of layers for C entries of each row, after those that are there."""
-        begin, kv, B = past[group] % self.size, self.layers[0].kv, len(tables)
-        pages = [table[group][past[group] // self.size] for table in tables]
-        step = max(1, pages[min(1, B - 1)] - pages[0])
-        if begin + C <= self.size and pages == [pages[0] + step * n for n in range(B)]:  # faster than by indices
-            page: Any = slice(pages[0], pages[-1] + 1, step)
-            return ops.Span(kv, where[group], past[group], many, page, slice(begin, begin + C), None)
-        place = torch.arange(C, device=self.device)
-        entry = place + past[group]
-        page = where[group][:, (entry // self.size).clamp(max=where.shape[2] - 1)]
-        page = torch.where(place < many[:, None], page, TRASH)
-        return ops.Span(kv, where[group], past[group], many, page, (entry % self.size).expand_as(page), None)
 
     def begin(self, logits: Tensor, state: Unread, tables: Any, lengths: Any, draws: Any, samplings: Any) -> Tensor:
         """Begin rows with prompts that were read, and pick their first tokens, which are returned. Of each: its table,
         entries in each group, seed and how many numbers were drawn, options."""
         rows = slice(self.live, self.live + len(logits))
         self._set_live(rows.stop)
-        self.tables[:, rows] = _padded(tables, self.tables.shape[2])
+        self.tables[:, rows] = padded(tables, self.tables.shape[2])
         self.lengths[:, rows] = torch.tensor(lengths, dtype=torch.int32).T
         self.options[rows] = torch.tensor([as_numbers(each) for each in samplings], dtype=torch.float64)
         self.seeds[rows], self.drawn[rows] = torch.tensor(draws).T
@@ -283,7 +209,7 @@ class Batch:
         record = lengths.new_empty(1 + len(lengths), B)
         for n, layer in enumerate(self.layers):
             if layer.router is None:
-                self._add_update(layer, x, all_rows, None, cos, sin, self._pages(n, B))
+                self.add_update(layer, x, all_rows, None, cos, sin, self._pages(n, B))
                 continue
             entered = record[1 + layer.group]
             if B == 1 and layer.whole is not None:
@@ -293,7 +219,7 @@ class Batch:
                 continue
             rows, gates = self._decide(layer, x, pos, entered)
             if len(rows.places):
-                self._add_update(layer, x, rows, gates, cos, sin, self._pages(n, B))
+                self.add_update(layer, x, rows, gates, cos, sin, self._pages(n, B))
         logits = ops.linear(x, all_rows, model.head.weight, norm=model.norm.weight, eps=model.norm.eps, wide=True)
         state = record, self.ring, self.steps, token, pos, self.drawn[:B], lengths, self.seen[:B]
         if any(used):
@@ -320,7 +246,7 @@ class Batch:
         last_key = self.last_keys[n, :B] if len(self.last_keys) else None
         return ops.Pages(layer.kv, self.tables[layer.group, :B], self.lengths[layer.group, :B], last_key)
 
-    def _add_update(
+    def add_update(
         self,
         layer: _Layer,
         x: Tensor,

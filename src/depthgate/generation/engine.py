@@ -21,6 +21,7 @@ from depthgate.errors import InvalidValueError, check_count
 from depthgate.generation.batch import TRASH, Batch, Taken, Unread
 from depthgate.generation.config import Sampling
 from depthgate.generation.plain import tokens_at_once
+from depthgate.generation.prompts import Prompts
 from depthgate.generation.sampling import NOT_FINITE, Likely, likely, used_filters
 from depthgate.generation.text import Event, Generation, Prompt, Writing, check_stops, read_prompts
 from depthgate.model import Decoder
@@ -79,6 +80,7 @@ class Engine:
         # one request that enters it with every token.
         routed = max(min(longest, dense), min(dense, int(2 * config.capacity * dense) + rows)) * len(config.routed)
         self.batch = Batch(model, rows, dense, routed, self.page)
+        self.prompts = Prompts(self.batch)
         self.ahead = _AHEAD if self.batch.device.type == "cuda" else 0
         self._free = [list(range(pages, TRASH, -1)) for pages in (dense, routed)]
         self._queue, self._cancelled = deque[Request](), deque[Request]()
@@ -173,7 +175,7 @@ class Engine:
             at, known = request.lengths[0], len(request.result.depths)  # it knows more if it was sent back
             parts.append(request.ids[at : min(at + self.chunk, known)] or request.ids[at : at + self.chunk])
         pages = [request.pages for request in requests]
-        logits, entered = self.batch.read(parts, pages, requests[0].lengths, state)
+        logits, entered = self.prompts.read(parts, pages, requests[0].lengths, state)
         depths = (entered.sum(0) + len(self.model.layers) - len(entered)).tolist()
         for request, part, ways, routed in zip(requests, parts, depths, entered.sum(2).T.tolist(), strict=True):
             request.lengths = [a + b for a, b in zip(request.lengths, [len(part), *routed], strict=True)]
@@ -203,7 +205,7 @@ class Engine:
             request.lengths = [0] * groups
             request.pages = [[self._free[group > 0].pop() for _ in range(need)] for group in range(groups)]
             taken.append(request)
-        return (taken, self.batch.unread(len(taken))) if taken else None
+        return (taken, self.prompts.unread(len(taken))) if taken else None
 
     def _next(self, running: Counter[int]) -> Request:
         """The request of the queue that comes next: one that was sent back, which stands first, or of the owner who has

@@ -203,13 +203,13 @@ def _gate(score, GATE: tl.constexpr):
 
 @triton.jit
 def _scored(b, x, w, bias, eps, K: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr):
-    """The score of a row by weights that were loaded."""
+    """The score of a row by weights and a bias that were loaded."""
     k = tl.arange(0, BK)
     v = tl.load(x + b.to(tl.int64) * K + k, k < K, other=0.0).to(tl.float32)
     score = tl.sum(v * w, 0)
     if NORMED:
         score *= tl.rsqrt(tl.sum(v * v, 0) / K + eps)
-    return score + tl.load(bias)
+    return score + bias
 
 
 @triton.jit
@@ -218,8 +218,9 @@ def _score(
 ):  # fmt: skip
     let_next_begin(PDL)
     w = tl.load(weight + tl.arange(0, BK), tl.arange(0, BK) < K, other=0.0)
+    b = tl.load(bias)
     wait_for_those_before(PDL)
-    tl.store(scores + tl.program_id(0), _scored(tl.program_id(0), x, w, bias, eps, K, NORMED, BK))
+    tl.store(scores + tl.program_id(0), _scored(tl.program_id(0), x, w, b, eps, K, NORMED, BK))
 
 
 @triton.jit
@@ -229,10 +230,11 @@ def _decide(
 ):  # fmt: skip
     b = tl.arange(0, BB)
     let_next_begin(PDL)
-    wait_for_those_before(PDL)
     there = b < tl.load(live)
+    least = tl.load(threshold)
+    wait_for_those_before(PDL)
     score = tl.load(scores + b, there, other=0.0)
-    wanted = (there & (score - tl.load(threshold) >= 0)).to(tl.int32)  # not where it is NaN
+    wanted = (there & (score - least >= 0)).to(tl.int32)  # not where it is NaN
     rank = tl.cumsum(wanted, 0)
     to = tl.where(wanted > 0, rank - 1, tl.sum(wanted, 0) + b - rank)  # the others come last
     tl.store(places + to, b.to(tl.int64), b < B)
@@ -301,10 +303,14 @@ def _routed_layer(
 ):  # fmt: skip
     let_next_begin(PDL)
     pid = tl.program_id(0)
+    # What no kernel of the step writes is read before the wait.
     router_row = tl.load(router + tl.arange(0, BK), tl.arange(0, BK) < K, other=0.0)
+    b = tl.load(bias)
+    least = tl.load(threshold)
+    alive = tl.load(live) > 0
     wait_for_those_before(PDL)
-    score = _scored(pid * 0, x, router_row, bias, router_eps, K, NORMED, BK)
-    wanted = (tl.load(live) > 0) & (score - tl.load(threshold) >= 0)
+    score = _scored(pid * 0, x, router_row, b, router_eps, K, NORMED, BK)
+    wanted = alive & (score - least >= 0)
     if pid == 0:
         tl.store(entered, wanted.to(tl.int32))
     if not wanted:
