@@ -76,6 +76,50 @@ def test_kernels_are_their_twins(total, dtype):
             near(pages.kv, theirs.kv)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_routed_layer_of_one_row_is_its_twin(wanted, dtype):
+    torch.manual_seed(0)
+    new = lambda *shape: torch.randn(*shape, device="cuda", dtype=dtype)  # noqa: E731
+    for length, gate in product((0, 5, 300), ("one_plus_tanh", "raw")):
+        router = *(torch.randn(n, device="cuda") for n in (768, 1)), torch.tensor([-1e9 if wanted else 1e9]).cuda()
+        norms = [(new(768).abs(), 1e-5) for _ in range(2)]
+        weights = [new(*shape) / shape[1] ** 0.5 for shape in ((1024, 768), (768, 512), (4000, 768), (768, 2000))]
+        layer = decode.Layer((*router, True, gate), norms[0], *weights[:2], norms[1], *weights[2:])
+        heads = decode.Heads(8, 4, 64, new(64).abs(), new(64).abs(), None)
+        table, lengths = (torch.tensor(each, device="cuda").int() for each in ([[4, 1, 5, 2, 3, 6]], [length]))
+        pages = decode.Pages(new(7, 2, 4, 64, 64), table, lengths, new(1, 4, 64))
+        x, (cos, sin), theirs = new(1, 768), torch.randn(2, 1, 32, device="cuda"), on_cpu(pages)
+        y, entered, turns = on_cpu(x), torch.zeros(1).int(), torch.zeros(1, device="cuda").int()
+        asked = [each.cuda() for each in (entered, torch.tensor(1).int())]
+        decode.routed_layer(y, 1, entered, turns.cpu(), on_cpu(layer), *map(on_cpu, (cos, sin, heads)), theirs, 4)
+        for _ in range(2):  # the programs that wait for each other leave their counter ready
+            decode.routed_layer(x_ := x.clone(), asked[1], asked[0], turns, layer, cos, sin, heads, pages, 4)
+            near(x_, y)
+            near(pages.kv, theirs.kv)
+            assert bool(asked[0]) is wanted
+
+
+@pytest.mark.parametrize("pattern", ["dense", "dense,mod", "mod,mode"])
+def test_bf16_tokens_do_not_depend_on_the_company_within_a_tile(pattern):
+    """Sums of a row have one order in all batches of 2 to 16 rows, and prompts are read one by one."""
+    model, texts = built(pattern, "threshold").bfloat16().cuda(), prompts(12, 4)
+
+    def written(together):
+        engine = Engine(model, rows=16, page=16, chunk=64)
+        made = []
+        for text in together:
+            made.append(engine.submit(text, Sampling(max_new_tokens=30, temperature=0)))
+            engine.turn()
+        while engine.waiting or engine.running:
+            engine.turn()
+        return [each.result.tokens for each in made]
+
+    every = written(texts)
+    for n in range(0, 12, 3):
+        assert written(texts[n : n + 3]) == every[n : n + 3]
+
+
 @pytest.mark.parametrize(("pattern", "rule"), CASES)
 def test_tokens_are_those_of_the_plain_path(pattern, rule):
     model, texts = built(pattern, rule).float().cuda(), prompts(7, 6)

@@ -360,14 +360,16 @@ def routed_layer(
     attended = torch.empty_like(x)
     norm, up_norm = ((each[0], eps_of(x, each[1])) for each in (layer.norm, layer.up_norm))
     cuda = x.is_cuda
-    programs = torch.cuda.get_device_properties(x.device).multi_processor_count if cuda else 1
+    # Two programs of few registers for each multiprocessor; in float32 their memory would not fit on small devices.
+    each = 2 if itemsize == 2 else 1
+    programs = each * torch.cuda.get_device_properties(x.device).multi_processor_count if cuda else 1
     how = {"launch_cooperative_grid": True} if cuda else {}
     _routed_layer[(programs,)](
         x, live, entered, weight, bias, threshold, turns, norm[0], layer.qkv, qkv, norm[1], cos, sin,
         heads.q_norm, heads.k_norm, eps_of(x, heads.eps), pages.kv, pages.kv.stride(0), pages.table,
         pages.table.stride(0), pages.lengths, pages.last_key, part, sums, heads.dim**-0.5, joined,
         layer.out, attended, up_norm[0], layer.up, hidden, up_norm[1], layer.down, _EPS, len(layer.qkv), K, KU,
-        K=K, KH=KH, KU=KU, NORMED=normed, GATE=gate, BK=triton.next_power_of_2(K), BN=8,
+        K=K, KH=KH, KU=KU, NORMED=normed, GATE=gate, BK=triton.next_power_of_2(K), BN=4, maxnreg=128,
         BW=triton.next_power_of_2(min(K, 4096 // itemsize)), num_warps=8, **sizes(heads, pages, splits, 1), **how,
         **overlaps(x.device),
     )  # fmt: skip
