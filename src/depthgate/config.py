@@ -309,8 +309,11 @@ class EvalConfig(Options):
     data: str | None = option(
         None, "text or images, as for depthgate train; or heldout: what the run kept from its training, or validation"
     )
-    tasks: str | None = option(None, "instead of data, a task of lm-eval in a yaml file, for Hugging Face models")
-    limit: int | None = count(None, "most documents of the task")
+    tasks: str | None = option(
+        None, "some of word,continuation,order, made from data; or, instead of data, a yaml file with a task of lm-eval"
+    )
+    limit: int | None = count(None, "items of each task; 200 unless given, of lm-eval all")
+    card: bool = option(False, "also write the figures and this command into the card of a Hugging Face model, README.md")
     batch: int = count(8, "sequences or images computed at once")
     tokens: int | None = count(None, "most tokens to measure on, spread evenly; all unless given")
     seq: int | None = count(
@@ -320,8 +323,25 @@ class EvalConfig(Options):
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
-        if (self.data is None) == (self.tasks is None):
-            raise InvalidValueError("eval needs a text or tasks: give --data or --tasks, and not both")
+        if self.data is None and self.lm_eval is None:
+            raise InvalidValueError("data is missing: give --data, or in --tasks a yaml file of lm-eval")
+        if self.data is not None and self.lm_eval is not None:
+            raise InvalidValueError(f"{self.lm_eval} names data of its own: remove --data")
+        if self.limit is not None and self.tasks is None:
+            raise InvalidValueError("limit is for tasks: give --tokens for a text")
+
+    @property
+    def lm_eval(self) -> str | None:
+        """The file of a task of lm-eval."""
+        return self.tasks if self.tasks is not None and self.tasks.endswith((".yaml", ".yml")) else None
+
+    @property
+    def task_names(self) -> list[str]:
+        """The tasks that are made from data."""
+        names = [] if self.tasks is None or self.lm_eval else self.tasks.split(",")
+        for name in names:
+            check_choice(name, "tasks", TASKS)
+        return names
 
 
 @dataclass(frozen=True)
