@@ -11,9 +11,8 @@ A model takes the choice whose text is likeliest by the byte, deciding causally.
 import math
 import random
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from os.path import commonprefix
-from typing import Any, NamedTuple
+from itertools import islice, takewhile
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,33 +20,42 @@ from torch import Tensor
 from depthgate.errors import DepthgateError
 from depthgate.loading import LanguageModel
 
-TASKS = ("word", "continuation", "order")
 _CONTEXT, _SPAN, _CHOICES, _DOCUMENTS = 40, 12, 4, 2000
 _TRIES = 100  # draws of wrong choices for an item, and of items for each that is wanted
 
 
 class Item(NamedTuple):
+    """The text before, and texts of which that at `right` follows."""
+
     context: str
     choices: list[str]
     right: int
 
 
-def items(texts: Iterable[str], task: str, count: int, seed: int = 0) -> list[Item]:
-    """Items of a task, drawn from the first documents of a text; the same for every model."""
-    chance = random.Random(f"{task} {seed}")
-    long = [words for text in islice(texts, _DOCUMENTS) if len(words := text.split()) > _CONTEXT + _SPAN]
-    if len(long) < 2:
-        what = f"the text has {len(long)} documents of more than {_CONTEXT + _SPAN} words"
-        raise DepthgateError(f"{what}, and tasks are made from two or more: give more text")
-    drawn = (_item(long, task, chance) for _ in range(_TRIES * count))
-    found = [*islice((item for item in drawn if item), count)]
+def measure(model: LanguageModel, texts: Iterable[str], tasks: Sequence[str], count: int) -> dict[str, float]:
+    """The share of `count` items of each task in which a model finds the right choice, and its standard error."""
+    texts = list(islice(texts, _DOCUMENTS))
+    found: dict[str, float] = {}
+    for task, asked in [(task, items(texts, task, count)) for task in tasks]:
+        share = sum(_is_right(likelihoods(model, each.context, each.choices), each.right) for each in asked) / count
+        found |= {task: share, f"{task}_stderr": math.sqrt(share * (1 - share) / count)}
+    return found
+
+
+def items(texts: Iterable[str], task: str, count: int) -> list[Item]:
+    """Items of a task, the same for every model."""
+    chance = random.Random(f"{task} 0")  # as for the figures in docs/log.md
+    long = [words for text in texts if len(words := text.split()) > _CONTEXT + _SPAN]
+    drawn = (_item(long, task, chance) for _ in range(_TRIES * count if long else 0))
+    found = list(islice(filter(None, drawn), count))
     if len(found) < count:
-        raise DepthgateError(f"the words of the text are too few for the task {task!r}: give another text")
+        what = f"{len(long)} documents of more than {_CONTEXT + _SPAN} words"
+        raise DepthgateError(f"the text has {what}, too little for {count} items of the task {task!r}: give more text")
     return found
 
 
 def _item(texts: Sequence[list[str]], task: str, chance: random.Random) -> Item | None:
-    """One item, unless no three wrong choices are found for it."""
+    """An item, unless three wrong choices that differ are not found for it."""
     words = chance.choice(texts)
     start = chance.randrange(len(words) - _CONTEXT - _SPAN + 1)
     middle = start + _CONTEXT
@@ -64,17 +72,17 @@ def _item(texts: Sequence[list[str]], task: str, chance: random.Random) -> Item 
             wrong.append(made)
         if len(wrong) == _CHOICES - 1:
             place = chance.randrange(_CHOICES)
-            choices = [*wrong[:place], right, *wrong[place:]]
-            return Item(" ".join(words[start:middle]), [" ".join(each) for each in choices], place)
+            choices = [" ".join(each) for each in (*wrong[:place], right, *wrong[place:])]
+            return Item(" ".join(words[start:middle]), choices, place)
     return None
 
 
 @torch.no_grad()
 def likelihoods(model: LanguageModel, context: str, choices: Sequence[str]) -> list[float]:
     """The log-probability by the byte of each choice after the context, of which the model reads as much as it can."""
-    (before,) = model.tokenizer.encode_many([context])
-    rows = model.tokenizer.encode_many([f"{context} {choice}" for choice in choices])
-    begins = [len(commonprefix([row, before])) - max(0, len(row) - model.context) for row in rows]
+    before, *rows = model.tokenizer.encode_many([context, *(f"{context} {choice}" for choice in choices)])
+    same = [len([*takewhile(lambda two: two[0] == two[1], zip(row, before, strict=False))]) for row in rows]
+    begins = [max(1, n - max(0, len(row) - model.context)) for n, row in zip(same, rows, strict=True)]
     rows = [row[-model.context :] for row in rows]
     ids, pos = (torch.full((len(rows), max(map(len, rows))), fill) for fill in (0, -1))
     for i, row in enumerate(rows):
@@ -82,12 +90,11 @@ def likelihoods(model: LanguageModel, context: str, choices: Sequence[str]) -> l
     ids, pos = ids.to(model.device), pos.to(model.device)
     logits: Tensor = model(ids, pos, causal=True).logits[:, :-1].float().log_softmax(-1)
     each = logits.gather(-1, ids[:, 1:, None])[..., 0].cpu()
-    sums = [each[i, max(begins[i], 1) - 1 : len(row) - 1].sum() for i, row in enumerate(rows)]
+    sums = [each[i, begins[i] - 1 : len(row) - 1].sum() for i, row in enumerate(rows)]
     return [float(total) / len(choice.encode()) for total, choice in zip(sums, choices, strict=True)]
 
 
-def accuracy(model: LanguageModel, asked: Iterable[Item]) -> dict[str, Any]:
-    """The share of items in which a model finds the right choice, and the standard error of that."""
-    found = [(likelihoods(model, item.context, item.choices), item.right) for item in asked]
-    share = sum(scores.index(max(scores)) == right for scores, right in found) / len(found)
-    return {"accuracy": share, "error": math.sqrt(share * (1 - share) / len(found)), "items": len(found)}
+def _is_right(scores: Sequence[float], right: int) -> bool:
+    if not all(map(math.isfinite, scores)):
+        raise DepthgateError("the model gives probabilities that are not finite: its weights are damaged")
+    return scores.index(max(scores)) == right
