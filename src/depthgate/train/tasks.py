@@ -37,7 +37,8 @@ def measure(model: LanguageModel, texts: Iterable[str], tasks: Sequence[str], co
     texts = list(islice(texts, _DOCUMENTS))
     found: dict[str, float] = {}
     for task, asked in [(task, items(texts, task, count)) for task in tasks]:
-        share = sum(_is_right(likelihoods(model, each.context, each.choices), each.right) for each in asked) / count
+        scores = [likelihoods(model, each.context, each.choices) for each in asked]
+        share = sum(mine.index(max(mine)) == each.right for mine, each in zip(scores, asked, strict=True)) / count
         found |= {task: share, f"{task}_stderr": math.sqrt(share * (1 - share) / count)}
     return found
 
@@ -90,11 +91,7 @@ def likelihoods(model: LanguageModel, context: str, choices: Sequence[str]) -> l
     ids, pos = ids.to(model.device), pos.to(model.device)
     logits: Tensor = model(ids, pos, causal=True).logits[:, :-1].float().log_softmax(-1)
     each = logits.gather(-1, ids[:, 1:, None])[..., 0].cpu()
+    if not each.isfinite().all():
+        raise DepthgateError("the model gives probabilities that are not finite: its weights are damaged")
     sums = [each[i, begins[i] - 1 : len(row) - 1].sum() for i, row in enumerate(rows)]
     return [float(total) / len(choice.encode()) for total, choice in zip(sums, choices, strict=True)]
-
-
-def _is_right(scores: Sequence[float], right: int) -> bool:
-    if not all(map(math.isfinite, scores)):
-        raise DepthgateError("the model gives probabilities that are not finite: its weights are damaged")
-    return scores.index(max(scores)) == right
