@@ -5,9 +5,9 @@ is to be judged by, the dense model trained alike: the same text, loss, steps an
         --capacities 0.75,0.5 --seeds 0,1,2 --minutes 3 --device cuda --budget 540
 
 Prints a JSON object a line as each figure is there, and a table at the end: bits a byte of held-out text and three
-tasks made from it (offline_tasks.py), means over the seeds and their range. `--minutes` is the training time of the
-control: all models make as many steps as a short trial says fit into it. What is there already is not done again: an
-interrupted call, or one that ended after `--budget` seconds, is given once more and goes on where it was.
+tasks made from it (depthgate eval --tasks), means over the seeds and their range. `--minutes` is the training time of
+the control: all models make as many steps as a short trial says fit into it. What is there already is not done again:
+an interrupted call, or one that ended after `--budget` seconds, is given once more and goes on where it was.
 """
 
 import argparse
@@ -25,10 +25,9 @@ from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 
-import offline_tasks
 from depthgate.commands import bench, convert, finetune
 from depthgate.commands.eval import evaluate
-from depthgate.config import BenchConfig, ConvertConfig, EvalConfig, FinetuneConfig
+from depthgate.config import TEXT_TASKS, BenchConfig, ConvertConfig, EvalConfig, FinetuneConfig
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError
 
@@ -178,7 +177,7 @@ def main() -> None:
         kept = ("tokens", "nats_per_token", "perplexity", "bits_per_byte", "bits_per_byte_top_k", "flops_per_token")
         found_tasks = {}
         if options.items:
-            found_tasks = offline_tasks.accuracy(str(folder), options.valid, options.items, device)
+            found_tasks = evaluate(replace(asked, tasks=",".join(TEXT_TASKS), limit=options.items))["metrics"]
         return (
             {key: found[key] for key in kept} | {"routed": sum(shares) / len(shares) if shares else 1.0} | found_tasks
         )
@@ -221,14 +220,14 @@ def main() -> None:
 
 def means(rows: dict[str, dict[str, object]], arms: list[str], seeds: int) -> None:
     """Each arm over its seeds: the mean, and lowest to highest; bits a byte over the control of the same seed."""
-    print(f"\n| {seeds} seeds | bits/byte | over the control | routed | " + " | ".join(offline_tasks.TASKS) + " |")
-    print("|---" * (4 + len(offline_tasks.TASKS)) + "|")
+    print(f"\n| {seeds} seeds | bits/byte | over the control | routed | " + " | ".join(TEXT_TASKS) + " |")
+    print("|---" * (4 + len(TEXT_TASKS)) + "|")
     control = {key.rpartition(", ")[2]: row for key, row in rows.items() if key.startswith("control, seed")}
     for arm in arms:
         mine = {seed: rows[f"{arm}, {seed}"] for seed in control if f"{arm}, {seed}" in rows}
         bits = [row["bits_per_byte"] for row in mine.values()]
         over = [row["bits_per_byte"] / control[seed]["bits_per_byte"] - 1 for seed, row in mine.items()]
-        tasks = [[row[task] for row in mine.values() if task in row] for task in offline_tasks.TASKS]
+        tasks = [[row[task] for row in mine.values() if task in row] for task in TEXT_TASKS]
         cells = [f"{statistics.mean(bits):.4f} ({min(bits):.4f} to {max(bits):.4f})"]
         cells.append(f"{statistics.mean(over):+.2%} ({min(over):+.2%} to {max(over):+.2%})")
         cells.append(f"{statistics.mean(row['routed'] for row in mine.values()):.1%}")

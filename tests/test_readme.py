@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthgate.cli import TASKS, VERBS, build_parser, parse
-from depthgate.config import build
+from depthgate.options import build
 
 ROOT = Path(__file__).parents[1]
 # The log tells of commands of the past, at the commits that it names.

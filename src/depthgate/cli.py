@@ -24,7 +24,7 @@ from depthgate.console import guarded, silence
 from depthgate.errors import DepthgateError, InvalidValueError, near
 from depthgate.generation.config import GenerateConfig
 from depthgate.isoflop.config import IsoflopConfig
-from depthgate.options import Options
+from depthgate.options import Options, build
 from depthgate.recipes import PRESETS, preset, settle_vocab
 from depthgate.serve.config import ServeConfig
 from depthgate.vision import IMAGE_PRESETS, ImagesConfig
@@ -282,7 +282,7 @@ def _run(argv: Sequence[str]) -> int:
     options = parse(argv)
     verb, given = options.verb, options[options.verb]
     extra = {"resume": given.resume} if issubclass(VERBS[verb], RunConfig) else {}
-    config = configs.build(TASKS[given.task] if verb == "train" else VERBS[verb], given)
+    config = build(TASKS[given.task] if verb == "train" else VERBS[verb], given)
     code = import_module(f"depthgate.commands.{verb}").run(config, given.json, **extra) or 0
     print(end="", flush=True)  # here, where a failure is still ours to report
     return int(code)

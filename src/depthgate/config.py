@@ -1,6 +1,6 @@
 """Options of models, of training runs and of most commands: frozen dataclasses, strict. Imports no torch."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_head
@@ -15,15 +15,7 @@ NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # those that are 1 at a s
 RULE_NAMES = ("scores", "predictor", "threshold")
 TRACKERS = ("tensorboard", "trackio", "wandb")
 DTYPES = ("auto", "float32", "bfloat16")
-
-
-def build(config: type[Any], values: Any) -> Any:
-    """An option class from nested values; others of the values are left out."""
-    given = {each.name: values[each.name] for each in fields(config) if each.name in values}
-    for each in fields(config):
-        if isinstance(each.type, type) and issubclass(each.type, Options):
-            given[each.name] = build(each.type, given[each.name])
-    return config(**given)
+TEXT_TASKS = ("word", "continuation", "order")  # train.tasks makes them from any text
 
 
 def check_pattern(pattern: Any, name: str = "pattern", kinds: tuple[str, ...] = KINDS) -> None:
@@ -309,8 +301,11 @@ class EvalConfig(Options):
     data: str | None = option(
         None, "text or images, as for depthgate train; or heldout: what the run kept from its training, or validation"
     )
-    tasks: str | None = option(None, "instead of data, a task of lm-eval in a yaml file, for Hugging Face models")
-    limit: int | None = count(None, "most documents of the task")
+    tasks: str | None = option(
+        None, "word,continuation,order or some of them, made from data; or, without data, a yaml file of lm-eval"
+    )
+    limit: int | None = count(None, "items of each task; unless given 200, of lm-eval all")
+    card: bool = option(False, "also write figures and command into the README.md of a Hugging Face model")
     batch: int = count(8, "sequences or images computed at once")
     tokens: int | None = count(None, "most tokens to measure on, spread evenly; all unless given")
     seq: int | None = count(
@@ -320,8 +315,15 @@ class EvalConfig(Options):
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
 
     def check_together(self) -> None:
-        if (self.data is None) == (self.tasks is None):
-            raise InvalidValueError("eval needs a text or tasks: give --data or --tasks, and not both")
+        names = (self.tasks or "").split(",")
+        if self.data is None and {"", *TEXT_TASKS} & {*names}:
+            raise InvalidValueError("data is missing: give --data, or in --tasks a yaml file with a task of lm-eval")
+        if self.data is not None and names[0].endswith((".yaml", ".yml")):
+            raise InvalidValueError(f"{self.tasks} names data of its own: leave --data out")
+        for name in names if self.data is not None and self.tasks is not None else ():
+            check_choice(name, "tasks", TEXT_TASKS)
+        if self.limit is not None and self.tasks is None:
+            raise InvalidValueError(f"limit is {self.limit}: it is for --tasks; give --tokens for a text")
 
 
 @dataclass(frozen=True)

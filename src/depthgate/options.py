@@ -100,6 +100,15 @@ class Options:
         """Refuse values that do not go together."""
 
 
+def build(config: type[Any], values: Any) -> Any:
+    """An option class from nested values; others of the values are left out."""
+    given = {each.name: values[each.name] for each in fields(config) if each.name in values}
+    for each in fields(config):
+        if isinstance(each.type, type) and issubclass(each.type, Options):
+            given[each.name] = build(each.type, given[each.name])
+    return config(**given)
+
+
 def whole_numbers(given: str | int, name: str, what: str = "whole numbers separated by commas") -> list[int]:
     """The numbers of a text such as 1,3,5."""
     try:

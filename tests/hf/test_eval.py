@@ -91,7 +91,7 @@ def test_weights_that_are_no_numbers_are_said(tmp_path, capsys):
     ("options", "why"),
     [
         (["--data", "heldout"], "name a text"),
-        ([], "give --data or --tasks"),
+        ([], "data is missing: give --data"),
         (["--data", "stdlib", "--seq", "999"], "room for 128 tokens"),
     ],
 )
