@@ -138,6 +138,6 @@ class Prompts:
 
 
 def _rounded(tokens: int) -> int:
-    """The next larger of the sizes of prompts for which graphs are kept, at most a quarter more than 128 and beyond."""
+    """The next of the sizes for which prompts are kept as graphs: four to an octave, and 64 apart at least."""
     step = max(64, (1 << tokens.bit_length()) >> 3)
     return -(-tokens // step) * step
