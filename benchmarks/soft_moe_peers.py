@@ -3,8 +3,8 @@
     pip install soft-moe-pytorch==0.1.9 soft-moe==0.0.1 soft-mixture-of-experts==0.2.0
     python benchmarks/soft_moe_peers.py --device cuda
 
-On CUDA that is 8 x 196 x 384 and a B/16 with 256 and 1,024 images, each with weights in bfloat16 and with weights in
-float32 under autocast; on a CPU two small shapes in float32. Experts are GELU networks four times as wide as the
+On CUDA that is 8 x 196 x 384 and a B/16 with 64, 256 and 1,024 images, each with weights in bfloat16 and with weights
+in float32 under autocast; on a CPU two small shapes in float32. Experts are GELU networks four times as wide as the
 model, with one slot each. Ours is timed only after it gave the answer, and the gradients, of the paper's einsums in
 float32. Each layer is timed as it is, compiled, and on CUDA as a graph of the compiled one, and counts with its best
 time. `floor` is the time to read all experts' weights twice and to write their gradients once, at the speed of a copy:
@@ -17,6 +17,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -34,7 +35,7 @@ from depthgate.layers import SoftMoE
 _WARMUP = 6  # first touches of memory mislead by ten times
 
 
-_SHAPES = {"cuda": "8x196x384,256x196x768,1024x196x768", "cpu": "8x196x64,4x49x96"}
+_SHAPES = {"cuda": "8x196x384,64x196x768,256x196x768,1024x196x768", "cpu": "8x196x64,4x49x96"}
 
 
 def _module(folder: str, name: str, file: str) -> ModuleType:
@@ -210,13 +211,22 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(2)
     shapes = [tuple(map(int, shape.split("x"))) for shape in (options.shapes or _SHAPES[options.device]).split(",")]
     weights = (options.weights or {"cuda": "bfloat16,autocast", "cpu": "float32"}[options.device]).split(",")
-    rows = [row for shape in shapes for each in weights for row in _measured(shape, each, options)]
+    rows = []
+    for shape, each in product(shapes, weights):
+        found = _measured(shape, each, options)
+        rows += found
+        for row in found:  # in case that what follows takes too long
+            measure.say(
+                f"{row['shape']} {row['weights']} {row['layer']}: {row['all_ms']}, time/FLOPs {row['over']:.3f}"
+            )
     columns: dict[str, Callable[[measure.Row], str]] = {
         "layer": lambda row: row["layer"],
         "batch x tokens x width": lambda row: row["shape"],
         "weights": lambda row: row["weights"],
         "ms": measure.figure("ms", 3),
-        "way": lambda row: row["way"],
+        "plain": lambda row: measure.figure("plain", 3)(row["all_ms"]),
+        "compiled": lambda row: measure.figure("compiled", 3)(row["all_ms"]),
+        "graph": lambda row: measure.figure("graph", 3)(row["all_ms"]),
         "FLOPs": measure.figure("flop_ratio", 3),
         "time": measure.figure("time_ratio", 3),
         "time / FLOPs": measure.figure("over", 3),

@@ -110,6 +110,11 @@ REFUSED = {
     "not at the top": (lambda: masked([[0, 0, 0], [1, 1, 1]]), "at the top left"),
     "a list": (lambda: small()([]), "images is not a tensor"),
     "a list of several kinds": (lambda: small()([bytes_of(3, 8, 12), torch.rand(3, 4, 12)]), "several dtypes"),
+    "a side in a list": (lambda: small()([bytes_of(3, 8, 12), bytes_of(3, 4, 11)]), "the width of an image, 11"),
+    "a mask beside a list": (
+        lambda: small()([bytes_of(3, 8, 12)], mask=torch.ones(1, 8, 12).bool()),
+        "mask is given beside a list",
+    ),
     "a list of several channels": (lambda: small()([bytes_of(3, 8, 12), bytes_of(1, 4, 12)]), "numbers of channels"),
 }
 
@@ -166,9 +171,34 @@ def test_a_pretrained_vit_is_opened_and_upcycled(make):
     close(soft.layers[1].ffn(alike)[0], dense(alike)[0])  # slots of equal tokens are these tokens
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"heads": 4}, {"layers": 3}, {"registers": 1}, {"hidden": 32}, {"patch": 2}, {"classes": 4}, {"expert_hidden": 8}],
+    ids=str,
+)
+def test_a_pretrained_vit_keeps_its_shape(changes):
+    with pytest.raises(InvalidValueError, match="only options of routing may be chosen"):
+        dg.ViT.from_pretrained(of_transformers(), pattern="soft_moe", **changes)
+    assert dg.ViT.from_pretrained(of_transformers(), image=12, patch="4x4").config.size == (12, 12)
+
+
+def test_a_missing_folder_is_not_looked_for_elsewhere(monkeypatch):
+    import socket
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: pytest.fail("it asked the network"))
+    with pytest.raises(dg.DepthgateError, match="none is not a folder"):
+        dg.ViT.from_pretrained("none")
+
+
 def test_models_that_are_not_plain_vits_are_refused(tmp_path):
     for make, says in (
         (lambda: torch.nn.Linear(2, 2), "a Linear is not a ViT"),
+        (lambda: 3, "a int is not a ViT"),
+        (
+            lambda: of_timm(block_fn=vision.package("timm").models.vision_transformer.ParallelScalingBlock),
+            "is not a ViT",
+        ),
+        (lambda: of_timm(act_layer=lambda: torch.nn.GELU("tanh")), r"with GELU\(approximate='tanh'\)"),
         (lambda: of_timm(init_values=0.1), "ls1"),
         (lambda: of_timm(global_pool="max"), "global_pool='max'"),
         (lambda: of_timm(global_pool="map", class_token=False), "global_pool='map'"),

@@ -110,15 +110,18 @@ def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Ima
     from depthgate.data.images import open_images
 
     of_run, corrupt = _options_of(folder, "data", "corrupt")
-    given = str(data or of_run)
-    found, config = open_images(given, model.config.size, str(corrupt), whole=data is not None)[1], model.config
-    if (len(found.names), found.pixels.shape[1]) != (config.classes, config.channels):
+    given, config = str(data or of_run), model.config
+    found = open_images(given, config.size, str(corrupt), whole=data is not None)[1]
+    if len(found.names) > config.classes or found.pixels.shape[1] != config.channels:
         what = f"{given} has {len(found.names)} classes and {found.pixels.shape[1]} channels"
         raise DepthgateError(f"{what}, the model {config.classes} and {config.channels}: give other images")
-    for there, here, number in zip(found.names, model.names, range(config.classes), strict=True):
-        if there != here and str(number) not in (there, here):  # the name of a class that has none
+    place = {name: number for number, name in enumerate(model.names)}
+    for number, (there, here) in enumerate(zip(found.names, model.names, strict=False)):
+        of_number = (there,) if len(found.names) < config.classes else (there, here)
+        if there not in place and str(number) not in of_number:  # the name of a class that has none
             raise DepthgateError(f"{given} has the class {there} where the model has {here}: name them alike")
-    return found
+    numbers = torch.tensor([place.get(name, number) for number, name in enumerate(found.names)])
+    return found._replace(labels=numbers[found.labels], names=model.names)
 
 
 def load(path: str | Path) -> Any:

@@ -107,11 +107,17 @@ class ViT(nn.Module):
         that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers do for equal tokens."""
         model = _opened(source) if isinstance(source, str | Path) else source
         weights, config = _theirs(model)
+        config = replace(config, expert_hidden=config.hidden)
+        asked = replace(config, **changes)
+        for name in (*_SHAPE, "registers", "norm_eps"):
+            if getattr(asked, name) != getattr(config, name):
+                what = f"{name} is {getattr(asked, name)!r}, that of the model {getattr(config, name)!r}"
+                raise InvalidValueError(f"{what}: leave it out; only options of routing may be chosen")
         if changes.get("top_k", config.top_k) == 1 and "moe" in changes.get("pattern", "").split(","):
             raise InvalidValueError(
                 "top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2 or more"
             )
-        vit = cls(replace(config, **{"expert_hidden": config.hidden, **changes})).to(weights["position"].dtype)
+        vit = cls(asked).to(weights["position"].dtype)
         for name, tensor in vit.state_dict().items():  # which is written to
             plain = name.replace(".block.", ".")  # of a mod layer
             if found := re.fullmatch(r"(.*\.ffn\.)experts\.(up|down)(_bias)?", plain):
@@ -184,6 +190,8 @@ class ViT(nn.Module):
     def embed(self, images: Tensor | Sequence[Tensor], mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The tokens of images (B, T, D), and which of them are real (B, T); None: all are."""
         if not isinstance(images, Tensor):
+            if mask is not None:
+                raise InvalidValueError("mask is given beside a list of images, whose sizes make it: leave it out")
             images, mask = self._padded(images)
         pixels = self.normalised(images)
         (high, wide), (B, C, *size) = self.config.patch_size, pixels.shape
@@ -218,6 +226,8 @@ class ViT(nn.Module):
             raise InvalidValueError("images has several dtypes or numbers of channels: give bytes, or floats, of one")
         if len({each.shape for each in images}) == 1:
             return torch.stack(list(images)), None
+        for each in images:
+            self.config.patches_of(*each.shape[1:])
         H, W = (max(each.shape[side] for each in images) for side in (1, 2))
         room = [(0, W - each.shape[2], 0, H - each.shape[1]) for each in images]
         mask = [F.pad(torch.ones_like(e[0], dtype=torch.bool), pad) for e, pad in zip(images, room, strict=True)]
@@ -257,6 +267,8 @@ class ViT(nn.Module):
         return room.flatten(1, 2)
 
 
+_GELU = ("gelu", "GELU()", "GELU(approximate='none')")
+_SHAPE = ("size", "patch_size", "channels", "classes", "dim", "layers", "heads", "hidden", "expert_hidden", "pooling")
 # Names of weights in timm (first) and in transformers, older and newer, and ours.
 _RENAMED = (
     (r"patch_embed\.proj\.|embeddings\.patch_embeddings\.projection\.", "patch."),
@@ -274,10 +286,13 @@ _RENAMED = (
     (r"^classifier\.", "head."),
     (r"^(?:embeddings\.)?(cls_token|reg_token)$|^embeddings\.position_embeddings$|^pos_embed$", r"\1"),
 )
+_NEEDED = {"patch.weight", "position", "head.weight", "layers.0.attention.qkv.weight", "layers.0.ffn.up.bias"}
 
 
 def _opened(folder: str | Path) -> nn.Module:
     """The model of a folder, which nothing is looked for outside of."""
+    if not Path(folder).is_dir():  # which transformers would look for on the Hub
+        raise DepthgateError(f"{folder} is not a folder: give that of an image classifier")
     found = installed("transformers", "hf").AutoModelForImageClassification
     try:
         return found.from_pretrained(str(folder), local_files_only=True)  # type: ignore[no-any-return]
@@ -285,22 +300,22 @@ def _opened(folder: str | Path) -> nn.Module:
         raise DepthgateError(f"{folder} is not the folder of an image classifier ({str(error)[:100]})") from None
 
 
-def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
+def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
     """The weights of a ViT of timm or transformers by our names, and its configuration."""
     found: dict[str, Tensor] = {}
-    for theirs, tensor in model.state_dict().items():
+    for theirs, tensor in model.state_dict().items() if isinstance(model, nn.Module) else ():
         name = theirs.removeprefix("vit.")
         for old, new in _RENAMED:
             name = re.sub(old, new, name)
         found[name or "position"] = tensor.detach()
-    about, blocks = getattr(model, "config", None), getattr(model, "blocks", None)
-    if "patch.weight" not in found or "head.weight" not in found or (about is None and blocks is None):
-        raise InvalidValueError(f"a {type(model).__name__} is not a ViT of timm or transformers with a head: give one")
     for name in [name for name in found if ".attention.q." in name]:
         found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(name.replace(".q.", f".{part}.")) for part in "qkv"])
+    about, blocks = getattr(model, "config", None), getattr(model, "blocks", None)
+    if not found.keys() >= _NEEDED or (about is None and blocks is None):
+        raise InvalidValueError(f"a {type(model).__name__} is not a ViT of timm or transformers with a head: give one")
     (dim, channels, *patch), position = found["patch.weight"].shape, found["position"][0]
     found["patch.weight"] = found["patch.weight"].flatten(1)
-    size: Any = about.image_size if about is not None else model.patch_embed.img_size  # type: ignore[union-attr]
+    size: Any = about.image_size if about is not None else model.patch_embed.img_size
     high, wide = size if isinstance(size, Sequence) else (size, size)
     patches = (high // patch[0]) * (wide // patch[1])
     first = [found.pop(name)[0] for name in ("cls_token", "reg_token") if name in found]
@@ -314,7 +329,7 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
     layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
     block: Any = blocks[0] if blocks is not None else None
     heads, eps = (about.num_attention_heads, about.layer_norm_eps) if about else (block.attn.num_heads, block.norm1.eps)
-    act = about.hidden_act if about else type(block.mlp.act).__name__.lower()
+    act = about.hidden_act if about else repr(block.mlp.act)
     sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
     ends = {
@@ -325,7 +340,7 @@ def _theirs(model: nn.Module) -> tuple[dict[str, Tensor], ViTConfig]:
     config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
     with torch.device("meta"):
         known = ViT(config).state_dict()
-    odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act != "gelu")
+    odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act not in _GELU)
     early = ["a norm before its mean"] * (pool == "avg" and "fc_norm.weight" not in model.state_dict())
     if odd := [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + early + odd:
         raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")

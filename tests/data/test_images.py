@@ -164,6 +164,14 @@ REFUSED = {
     "labels that are not whole": (X | {"y_train": LABELS / 2}, "labels float64"),
     "images that are not bytes": (X | {"x_train": PIXELS / 255}, "images float64"),
     "other shapes": (X | {"x_test": PIXELS[:, :3]}, "other shapes to train on"),
+    "a label far too high": (
+        X | {"y_train": np.where(LABELS, LABELS, 2**40)},
+        "has the label 1099511627776, and classes",
+    ),
+    "a label that is one number": (X | {"y_train": np.int64(3)}, "for 24 images: give a whole number"),
+    "names of classes that are alike": (X | {"classes": np.array(["a", "b", "a"])}, "names of classes that are alike"),
+    "a name of two lines": (X | {"classes": np.array(["a", "b", "c\nd"])}, "or of two lines"),
+    "one image": ({"x": PIXELS[:1], "y": LABELS[:1]}, "holds no images to train on"),
     "no images": ({"x_train": PIXELS[:0], "y_train": LABELS[:0]}, "holds no images|cannot|no image"),
     "other names": ({"a": PIXELS}, "it must have x and y"),
     "objects": ({"x": np.array([{}], object), "y": LABELS}, "it holds Python objects"),
@@ -191,9 +199,21 @@ def test_folders_that_are_refused(tmp_path):
     for data, says in ((str(tmp_path / "none"), "not there"), ("", "data is ''")):
         with pytest.raises(DepthgateError, match=says):
             open_images(data)
+    np.save(tmp_path / "array.npy", LABELS)
     (tmp_path / "damaged.npz").write_bytes(b"PK\3\4 and so on")
-    with pytest.raises(DepthgateError, match="cannot be read as a file of arrays"):
-        open_images(str(tmp_path / "damaged.npz"))
+    (tmp_path / "text.npz").write_text("no arrays")
+    for name, why in (("damaged.npz", ""), ("array.npy", "File is not a zip"), ("text.npz", "File is not a zip")):
+        with pytest.raises(DepthgateError, match=rf"cannot be read as a file of arrays \({why}"):
+            open_images(str(tmp_path / name))
+
+
+def test_hidden_files_are_no_images(tmp_path):
+    """As those that macOS leaves beside every file of an archive."""
+    folder(tmp_path)
+    (tmp_path / "train" / "cat" / "._0.png").write_bytes(b"of macOS")
+    (tmp_path / "train" / "cat" / ".cache").mkdir()
+    (tmp_path / "train" / "cat" / ".cache" / "0.png").write_bytes(b"")
+    assert open_images(str(tmp_path), size=(6, 4))[0].labels.tolist() == [0, 0, 1, 1]
 
 
 def test_every_image_comes_once_an_epoch(tmp_path):

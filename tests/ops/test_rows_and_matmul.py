@@ -167,3 +167,18 @@ def test_gathers_by_place_equal_scatters():
             assert (one is None and two is None) or torch.equal(one, two)
     assert gradcheck(lambda x: rows.take_rows(x, INDEX, place), (x,))
     assert gradcheck(lambda r: rows.add_rows(r, INDEX, 6, place), (r,))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_experts_are_not_rounded_to_halves(compiled):
+    """As under CUDA's autocast: products in bfloat16, and the weight's gradient in float32, as the weight."""
+    x, w, grad = torch.randn(3, 6, 5).bfloat16(), torch.randn(3, 5, 4), torch.randn(3, 6, 4).bfloat16()
+    x.requires_grad_()
+    w.requires_grad_()
+    call = matmul._WideGradient.apply
+    y = (torch.compile(call, fullgraph=True, backend="aot_eager_decomp_partition") if compiled else call)(x, w)
+    close(y, reference.expert_matmul(x, w.bfloat16()))
+    grad_x, grad_w = torch.autograd.grad(y, (x, w), grad)
+    close(grad_x, reference.expert_matmul(grad, w.bfloat16().mT))
+    assert grad_w.dtype is torch.float32
+    close(grad_w, reference.expert_matmul(x.float().mT, grad.float()))

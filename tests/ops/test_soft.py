@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from depthgate.layers import SoftMoE
+from depthgate.layers import SoftMoE, soft_moe
 from depthgate.ops import reference, soft
-from depthgate.routing import SoftSlots
+from depthgate.routing import SoftSlots, routers
 from tests.conftest import close
 
 F64 = torch.float64
@@ -106,6 +107,41 @@ def test_the_backward_pass_keeps_one_matrix_of_tokens_and_slots():
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(x)[0].sum().backward()
     assert len(kept) == 1
+
+
+class Written(TorchDispatchMode):
+    """Operations that write as many values as tokens have, and in which dtype."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.values, self.seen = values, []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        views = any(each.alias_info for each in operation._schema.returns) or "view" in str(operation)
+        if isinstance(result, torch.Tensor) and result.numel() == self.values and not views:
+            self.seen.append((operation.overloadpacket.__name__, result.dtype))
+        return result
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_tokens_are_read_and_written_no_more_than_they_must(cast, monkeypatch):
+    """As on CUDA, in bfloat16 and under its autocast: one product writes the update, four operations the gradient
+    (of slots, of logits, of lengths, their sum), and none is in float32 beyond the casts at both ends."""
+    layer, x = SoftMoE(32, 5), torch.randn(2, 7, 32)
+    layer, x = (layer, x) if cast else (layer.bfloat16(), x.bfloat16())
+    monkeypatch.setattr(soft, "_product", lambda x, slots: (x @ slots).float())  # a CPU has none that adds in float32
+    for module in (routers, soft_moe):
+        monkeypatch.setattr(module, "working_dtype", lambda _: torch.bfloat16)
+    with Written(x.numel()) as mode:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            update = layer(x.requires_grad_())[0]
+        forward, mode.seen = mode.seen, []
+        update.backward(torch.ones_like(update))
+    backward = [each for each in mode.seen if each[0] != "ones_like"]
+    assert forward == [("_to_copy", torch.bfloat16)] * cast + [("bmm", torch.bfloat16)]
+    products = [("bmm", torch.bfloat16), ("mm", torch.bfloat16), ("addcmul", torch.bfloat16), ("add", torch.bfloat16)]
+    assert backward == products + [("_to_copy", torch.float32)] * cast
 
 
 @pytest.mark.parametrize(("dispatch", "combine"), [("uniform", "learnt"), ("learnt", "uniform")])

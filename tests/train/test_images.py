@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import depthgate as dg
 from depthgate.cli import main
 from depthgate.data.images import Images, Shuffled, open_images
+from depthgate.errors import DepthgateWarning
 from depthgate.train import optim
 from depthgate.train.images import Classification, measure
 from depthgate.train.step import Step
@@ -106,6 +107,45 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     assert "a run of images" in capsys.readouterr().err
 
 
+def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"no image")
+    assert train(tmp_path / "run", data, 1) == 0
+    view = ["view", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'a.html'}", f"--images={tmp_path / 'pictures'}"]
+    with pytest.warns(DepthgateWarning, match=r"a\.png is not an image"):
+        assert main(view) == 2
+    assert "whose first 1 files are no images" in capsys.readouterr().err
+    Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / "b.png")
+    assert main([*view, "--json"]) == 0
+    assert [image["image"] for image in json.loads(capsys.readouterr().out)["images"]] == ["b.png"]
+
+
+def test_evaluation_needs_no_image_of_every_class(tmp_path, capsys):
+    """By the numbers of classes, and by their names."""
+    random = np.random.default_rng(1)
+    pixels, labels = random.integers(0, 256, (40, 8, 8, 3), np.uint8), np.arange(40) % 4
+    names, these = np.array(["ant", "bee", "cow", "dog"]), np.isin(labels, (1, 2))
+    for name, classes in (("named", {"classes": names}), ("numbered", {})):
+        np.savez(tmp_path / f"{name}.npz", x=pixels, y=labels, **classes)
+        assert train(tmp_path / name, tmp_path / f"{name}.npz", 8) == 0
+    for i in np.flatnonzero(these):
+        home = tmp_path / "folder" / names[labels[i]]
+        home.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels[i]).save(home / f"{i}.png")
+    np.savez(tmp_path / "tests.npz", x_test=pixels[these], y_test=labels[these])
+    np.savez(tmp_path / "four.npz", x=pixels[:1], y=[4])
+    for name, given in (("named", "folder"), ("named", "tests.npz"), ("numbered", "tests.npz")):
+        vit = dg.load(tmp_path / name)
+        right = vit(torch.from_numpy(pixels[these]).permute(0, 3, 1, 2)).logits.argmax(1).numpy() == labels[these]
+        wanted = {vit.names[label]: right[labels[these] == label].mean() for label in (1, 2)}
+        capsys.readouterr()
+        assert main(["eval", f"--model={tmp_path / name}", f"--data={tmp_path / given}", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["accuracy_by_class"] == pytest.approx(wanted)
+    for name, given, says in (("numbered", "folder", "has the class bee"), ("named", "four.npz", "has 5 classes")):
+        assert main(["eval", f"--model={tmp_path / name}", f"--data={tmp_path / given}"]) == 2
+        assert says in capsys.readouterr().err
+
+
 class Waits(TorchDispatchMode):
     """Names of operations that make the host wait for the device."""
 
@@ -177,8 +217,10 @@ def test_evaluation_reads_whole_folders_and_skips_what_training_did(tmp_path, da
     for given, many in (("heldout", range(1, 12)), (str(tmp_path / "images"), [24])):
         assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={given}", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["images"] in many
-    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={data}"]) == 2
-    assert "has the class red where the model has green" in capsys.readouterr().err
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={data}"]) == 0  # red and green, in the other order
+    (tmp_path / "images" / "red").rename(tmp_path / "images" / "blue")
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={tmp_path / 'images'}"]) == 2
+    assert "has the class blue where the model has green" in capsys.readouterr().err
 
 
 REFUSED = {

@@ -6,7 +6,6 @@ import hashlib
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
@@ -45,22 +44,24 @@ class Images(NamedTuple):
 def open_images(data: str, size: _Size = None, corrupt: str = "refuse", whole: bool = False) -> tuple[Images, Images]:
     """The images of an .npz file or a folder, to train on and held out, of height and width `size` if given. Nothing in
     a file is ever executed. corrupt: "refuse", or "skip" and warn. Where nothing is marked as held out, one image of
-    ten is; with `whole`, all are."""
+    ten is; with `whole`, all are, and there may be none to train on, or of a class."""
     path, skip = Path(data), corrupt == "skip"
     if not data or not path.exists():
         raise DepthgateError(f"data is {data!r}, which is not there: name an .npz file of images, or a folder")
     folder = path.is_dir() and not next(path.glob("*idx3-ubyte*"), None)
     pairs, names = (_folder if folder else _npz)(path, size, skip, whole)
-    for pixels, labels in pairs:
+    for (pixels, labels), what in zip(pairs, ("to train on", "held out"), strict=True):
         if not len(labels):
-            raise DepthgateError(f"{data} holds no images: give some")
+            raise DepthgateError(f"{data} holds no images{'' if whole else f' {what}'}: give some")
         low, high = map(int, labels.aminmax())
         if low < 0 or high >= len(names):
             known = f"there are {len(names)} classes, from 0 on"
             raise DepthgateError(f"{data} has the label {low if low < 0 else high}, and {known}: mend its labels")
         if pixels.shape[1:] != pairs[0][0].shape[1:]:
             raise DepthgateError(f"{data} has images of other shapes to train on than held out: make them alike")
-    if missing := sorted({*range(len(names))} - {*pairs[0][1].tolist()}):
+    if [*dict.fromkeys("\n".join(names).split("\n"))] != names:
+        raise DepthgateError(f"{data} has names of classes that are alike, or of two lines: give each its own")
+    if not whole and (missing := sorted({*range(len(names))} - {*pairs[0][1].tolist()})):
         raise DepthgateError(
             f"{data} has no image of class {names[missing[0]]} to train on: leave it out, or give some"
         )
@@ -75,20 +76,24 @@ def _resized(pixels: Tensor, size: Any) -> Tensor:
 
 def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
     try:
-        arrays = _mnist(path) if path.is_dir() else dict(np.load(path, allow_pickle=False))
-    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        if not path.is_dir():
+            zipfile.ZipFile(path).close()  # since np.load takes other files, too
+        arrays = _mnist(path) if path.is_dir() else {k: np.atleast_1d(v) for k, v in np.load(path).items()}
+    except Exception as error:  # zipfile and NumPy raise many kinds
         why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)[:100]
         raise DepthgateError(f"{path} cannot be read as a file of arrays ({why}): save plain arrays, as .npz") from None
     train, *others = (_split(path, arrays, name, size, skip) for name in ("train", *_SPLITS))
     held_out = next(filter(None, others), None)
-    if train is None:
+    if train is None and not (whole and held_out):
         x, y = (next((arrays[n] for n in names if n in arrays), None) for names in (("x", "images"), ("y", "labels")))
         if x is None or y is None:
             have = ", ".join(arrays) or "nothing"
             raise DepthgateError(f"{path} has {have}: it must have x and y, or x_train, y_train, x_test and y_test")
         train = _pair(path, x, y)
-    pairs = _pairs(train, held_out, whole)
+    pairs = _pairs(train or held_out, held_out, whole)  # type: ignore[arg-type]
     many = 1 + max((int(labels.max()) for _, labels in pairs if len(labels)), default=-1)
+    if many > 2**20:
+        raise DepthgateError(f"{path} has the label {many - 1}, and classes are numbered from 0 on: mend its labels")
     return pairs, [str(name) for name in arrays.get("classes", range(many))]
 
 
@@ -154,7 +159,7 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) ->
         found = list(pool.map(read, files))
     for problem in (each for each in found if isinstance(each, str)):
         if not skip:
-            raise DepthgateError(f"{problem}: remove it, or leave such files out by --corrupt skip")
+            raise DepthgateError(f"{problem}: remove it; a run trained with --corrupt skip leaves such files out")
         warn_once(f"{problem}: it is left out")
     kept = [i for i, each in enumerate(found) if not isinstance(each, str)]
     pixels = np.stack([found[i] for i in kept]) if kept else np.zeros((0, 3, *size), np.uint8)
@@ -179,19 +184,23 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The image files of a folder and of those in it, by name."""
-    return sorted(path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+    """The image files of a folder and of those in it, by name, without hidden ones."""
+    found = (path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+    return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
 
 def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) -> tuple[list[str], Tensor]:
-    """Names and pixels (N, channels, height, width) of the first images of a folder, whatever their classes."""
+    """Names and pixels (N, channels, height, width) of the first images of a folder, whatever their classes; files that
+    are no images are left out, with a warning."""
     files = image_files(Path(folder))[:most]
     if not files:
         raise DepthgateError(f"images is {folder}, which holds no images: give a folder of some")
     opened = [(str(path), partial(path.open, "rb")) for path in files]
-    pixels, _ = _decoded(opened, torch.zeros(len(files)), size, False)
+    pixels, kept = _decoded(opened, torch.arange(len(files)), size, True)
+    if not len(kept):
+        raise DepthgateError(f"images is {folder}, whose first {len(files)} files are no images: remove them")
     grey = pixels.float().mean(1, keepdim=True).round().to(torch.uint8)
-    return [path.name for path in files], grey if channels == 1 else pixels
+    return [files[i].name for i in kept], grey if channels == 1 else pixels
 
 
 def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:

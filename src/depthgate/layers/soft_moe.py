@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError, check_count
 from depthgate.layers.ffn import Experts
 from depthgate.ops.rows import check_tokens, masked_positions
+from depthgate.ops.soft import working_dtype
 from depthgate.routing.plan import Plans
 from depthgate.routing.routers import SoftSlots
 
@@ -45,5 +47,7 @@ class SoftMoE(nn.Module):
             pos, plain = masked_positions(mask, x), False
         if doc is not None:
             raise InvalidValueError("Soft MoE mixes all tokens of a row: pass one document a row, not doc")
+        if working_dtype(x) is torch.bfloat16:
+            x = x.to(torch.bfloat16)  # once, where autocast would do so time and again
         plan = self.router(x, None if plain else pos, causal)
         return plan.combine(self.experts(plan.dispatch(x))), (plan,)

@@ -113,11 +113,34 @@ def _flops(x: Tensor, other: Tensor, ends: Tensor, **_: Any) -> int:
 
 def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x (E, N, D), weight (E, D, F) -> (E, N, F): expert e's rows times its weight."""
+    if weight.is_cuda and weight.dtype is torch.float32 and torch.is_autocast_enabled("cuda"):
+        return _WideGradient.apply(_cast(x, weight)[0], weight)  # type: ignore[no-any-return, no-untyped-call]
     huge = weight.device.type == "cpu" and weight.nbytes >= _HUGE_BYTES and sys.platform == "linux"
     if huge and not torch.compiler.is_compiling():
         x, weight = _cast(x, weight)
         return _HugePageMatmul.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
     return torch.bmm(x, weight)
+
+
+class _WideGradient(torch.autograd.Function):
+    """torch.bmm under autocast whose weight's gradient is written in float32 at once: experts have so many weights that
+    to write it in halves, and then to cast it, takes as long as the product."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        cast = weight.to(x.dtype)
+        ctx.save_for_backward(x, cast)
+        return torch.bmm(x, cast)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, cast = ctx.saved_tensors
+        return torch.bmm(grads[0], cast.mT), _wide_bmm(x.mT, grads[0])
+
+
+def _wide_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """x (E, N, D) times y (E, D, F), of halves, in float32."""
+    return torch.bmm(x, y, out_dtype=torch.float32) if x.is_cuda else torch.bmm(x.float(), y.float())
 
 
 def _empty_in_huge_pages(like: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Soft MoE's weights and means from one matrix of exponentials (Puigcerver et al. 2023, section 2).
 
 Logits are cosines times a scale of at most `MOST`, so exp(logit - scale) neither overflows nor vanishes in fp32, and
-one such matrix serves the softmax over tokens as well as that over slots: a mean divides by the sum of its weights
-after the product, and neither matrix of probabilities is ever made, nor kept for the backward pass.
+one such matrix serves the softmax over tokens as well as that over slots, and it alone is kept for the backward pass. A
+mean makes its probabilities anew when it needs them: there are fewer slots than values of a token, and so nothing but
+products and one sum goes over the tokens, and nothing writes them in float32.
 
 Twins: `reference.soft_exponentials` and `reference.weighted_means`.
 """
@@ -60,36 +61,39 @@ class _Exponentials(torch.autograd.Function):
         if valid is not None:
             weights = torch.where(valid[..., None], weights, 0.0)
         weights = _in(x.dtype, weights)
-        ctx.save_for_backward(x, slots, weights)
+        ctx.save_for_backward(x, slots, weights, bound)
         return weights
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        x, slots, weights = ctx.saved_tensors
+        x, slots, weights, bound = ctx.saved_tensors
         inverse = _inverse_length(x)
-        grad = (grads[0] * weights * inverse).to(x.dtype)  # of the products
+        wide = _in(inverse.dtype, weights)
+        grad, logits = grads[0] * wide, wide.clamp(min=torch.finfo(wide.dtype).tiny).log() + bound
+        along = (grad * logits).sum(-1, keepdim=True) * inverse.square()
+        grad = _in(x.dtype, grad * inverse)  # of the products
         with torch.autocast(x.device.type, enabled=False):
             towards, grad_slots = grad @ slots.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)
-        along = (towards * x).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse.square()
-        return towards - (along * x).to(x.dtype), grad_slots, None, None
+        return torch.addcmul(towards, x, _in(x.dtype, -along)), grad_slots, None, None
 
 
 class _Means(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weights: Tensor, x: Tensor) -> Tensor:
         ctx.save_for_backward(weights, x)
-        return _in(x.dtype, torch.bmm(weights, x) * _inverse_sums(weights))
+        return torch.bmm(_in(x.dtype, weights * _inverse_sums(weights)), x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         weights, x = ctx.saved_tensors
-        inverse = _inverse_sums(weights)
-        scaled = (grads[0] * inverse).to(x.dtype)
+        inverse, grad = _inverse_sums(weights), _in(x.dtype, grads[0])
+        # Products in the memory's order of the weights, whose rows are slots: a multiple of what tensor cores take.
+        shares, turned = weights * inverse, not weights.is_contiguous()
         with torch.autocast(x.device.type, enabled=False):
-            each, grad_x = torch.bmm(scaled, x.mT), torch.bmm(weights.mT, scaled)
+            each = torch.bmm(x, grad.mT).mT if turned else torch.bmm(grad, x.mT)
+            grad_x = torch.bmm(_in(x.dtype, shares).mT, grad)
         # A mean moves towards what gets more weight, by the difference of the two.
-        mean = (weights * each).sum(-1, keepdim=True, dtype=inverse.dtype) * inverse
-        return each - mean.to(x.dtype), grad_x
+        return _in(x.dtype, (each - (shares * each).sum(-1, keepdim=True)) * inverse), grad_x
 
 
 def _in(dtype: torch.dtype, x: Tensor) -> Tensor:
