@@ -75,6 +75,16 @@ def test_a_decoding_step_is_one_graph_and_compiled_once():
     assert torch.equal(got, model.generate(ids, **how, use_cache=False))
 
 
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_a_forward_that_is_compiled_by_hand_generates(cache):
+    """Compiled code cannot see that positions are of one document."""
+    model, ids = routed("llama"), tokens(2, 8)
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    want = model.generate(ids, **how, use_cache=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, **how, cache_implementation=cache), want)
+
+
 def test_offloaded_and_quantised_caches_are_refused_by_name():
     for model in (routed("llama"), dg.hf.convert(dense("llama"))):  # the first layer routed, or not
         for named in ("offloaded", "offloaded_static"):

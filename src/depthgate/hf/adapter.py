@@ -79,14 +79,10 @@ class HFLanguageModel:
         return Output(logits, tuple(plan for (plan,) in plans))
 
     def loss(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        pos: Tensor | None = None,
-        doc: Tensor | None = None,  # noqa: ARG002
-        causal: bool = False,
+        self, tokens: Tensor, targets: Tensor, pos: Tensor | None = None, doc: Any = None, causal: bool = False
     ) -> tuple[Tensor, Plans]:
         """Mean cross-entropy of the targets that are not negative, and the plans of the routed layers."""
+        del doc
         with collected_plans(self.model) as plans:
             x = self.hidden(tokens, pos, causal)
         loss = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten())

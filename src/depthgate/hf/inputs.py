@@ -112,7 +112,11 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
     positions do not go on by one; without positions flash attention, and no other, looks at the starts of runs."""
     positions, starts = given.get("position_ids"), given.get("cu_seq_lens_q")
     attention = decoder.config._attn_implementation
+    checkpointed = decoder.gradient_checkpointing and decoder.training  # transformers then makes no cache
+    cached = "past_key_values" in given or (given.get("use_cache") and not checkpointed)
     doc: Tensor | None = None
+    if cached and torch.compiler.is_compiling():  # it cannot look at positions; a cache holds one document
+        return None
     if positions is not None:
         from transformers.masking_utils import find_packed_sequence_indices
 
@@ -124,8 +128,7 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
         return None
     if "flash" in attention and shape[0] > 1:
         raise InvalidValueError(f"{attention} keeps documents apart in one row only: flatten the batch, or use sdpa")
-    checkpointed = decoder.gradient_checkpointing and decoder.training  # transformers then makes no cache
-    if "past_key_values" in given or (given.get("use_cache") and not checkpointed):
+    if cached:
         raise InvalidValueError("position_ids hold several documents, and a cache holds one: pass use_cache=False")
     return torch.searchsorted(doc, doc)
 
