@@ -223,7 +223,7 @@ class FinetuneConfig(RunConfig):
         16_384, "tokens that routers are scaled by, and set from if all zero, before the first step; 0: none", minimum=0
     )
     tokens: int | None = count(None, "tokens to train on, instead of steps", maximum=2**53)
-    seq: int = count(512, "tokens of a sequence")
+    seq: int = count(512, "tokens of a sequence", minimum=2)
     lr: float | None = number(None, "(0, inf)", "highest learning rate; unless given 1e-4, of LoRA and routers 1e-3")
     weight_decay: float = number(0.01, "[0, 1)")
     warmup: int = count(20, minimum=0)

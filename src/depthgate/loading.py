@@ -68,9 +68,10 @@ def open_model(folder: str | Path, device: str, dtype: str = "auto", context: in
 
         if check_config(Path(folder))["model_type"] != OURS:
             return HFLanguageModel(load_on(device, Path(folder), dtype), tokenizer_of(Path(folder)), context)
+    model = load_decoder(folder).to(device)
     if context is not None or dtype != "auto":
         raise InvalidValueError(f"--seq and --dtype are for Hugging Face models, and {folder} is a run: remove them")
-    return load_decoder(folder).to(device)
+    return model
 
 
 def text_of(folder: str | Path, tokenizer: TextTokenizer, data: str | None = None) -> "Documents":
@@ -140,9 +141,9 @@ def load(path: str | Path) -> Any:
     if not os.path.isdir(folder):
         remedy = near(str(folder), map(str, folder.parent.glob("*/"))) or ": give a run, or one of its checkpoints"
         raise DepthgateError(f"{folder} is not a folder{remedy}")
-    if os.path.exists(folder / "finetune.json"):
-        what = f"{folder} is a run of depthgate finetune that has not finished, and holds no model yet"
-        raise DepthgateError(f"{what}: go on with the same command and --resume")
+    if os.path.exists(folder / "finetune.json") or os.path.exists(folder.parent / "finetune.json"):
+        what = f"{folder} is of a run of depthgate finetune that has not finished, or a checkpoint of one, and no model"
+        raise DepthgateError(f"{what}: go on with the same command and --resume, or give the run's folder")
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
     found = read(folder, ["model"])
     of_images = found.config.get("task") == "images"

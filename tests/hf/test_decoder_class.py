@@ -126,7 +126,7 @@ def test_continuous_batching_is_that_of_the_decoder():
 def test_what_it_cannot_do_is_refused(tmp_path):
     mine, theirs = pair("mode")
     ids = tokens(1)
-    with pytest.raises(DepthgateError, match="a Decoder cannot use a static cache"):
+    with pytest.raises(DepthgateError, match="a Decoder cannot use a static or offloaded cache"):
         theirs.generate(ids, max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     with pytest.raises(DepthgateError, match=r"attention_mask is \(1, 1, 18, 18\): routed layers need one of shape"):
         theirs(ids, attention_mask=torch.ones(1, 1, 18, 18))

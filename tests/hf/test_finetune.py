@@ -147,7 +147,8 @@ def test_layers_that_are_checkpointed_or_compiled_learn_the_same(home, monkeypat
     torch._dynamo.utils.counters.clear()
     assert finetune(home, "compiled", *options, "--compile", "true") == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 3  # a dense layer, a routed one, the teacher's
-    for name in ("again", "compiled"):
+    assert finetune(home, "both", *options, "--checkpointing", "true", "--compile", "true") == 0
+    for name in ("again", "compiled", "both"):
         for row, twin in zip(rows(home / "plain"), rows(home / name), strict=True):
             close(torch.tensor(row["loss"]), torch.tensor(twin["loss"]))
             close(torch.tensor(row["gradient_norm"]), torch.tensor(twin["gradient_norm"]))
@@ -197,6 +198,7 @@ def test_documents_begin_as_the_tokenizer_begins_them(home):
         (["--loss", "guess"], "loss is 'guess'"),
         (["--capacity", "2"], "capacity is 2"),
         (["--lr", "-1"], "lr is -1"),
+        (["--seq", "1"], "seq is 1"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_left(home, capsys, monkeypatch, options, why):

@@ -70,10 +70,17 @@ def test_classifiers_in_pipelines_and_as_reward_models(tmp_path):
 
 @torch.no_grad()
 def test_the_way_back_to_a_dense_model_and_on(tmp_path):
-    ids, plain = tokens(2, 12), dense("mistral")
+    dense("mistral").save_pretrained(tmp_path / "source")
+    ids, plain = tokens(2, 12), AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     want, kind = plain(ids).logits, type(plain)
     model = dg.hf.convert(plain, 0.5)
+    assert model.config.model_type == "depthgate_mistral"
+    with pytest.raises(dg.DepthgateError, match="routed already"):
+        dg.hf.convert(model, 0.5)
+    # PEFT and TRL look there for the model without an adapter, and for a reference.
+    assert str(tmp_path) not in model.name_or_path + model.config._name_or_path
     assert dg.hf.to_dense(model) is model
+    assert model.config.model_type == "mistral"
     assert type(model) is kind
     assert not dg.hf.routed_layers(model)
     assert not any("depth_router" in name for name in model.state_dict())
@@ -106,11 +113,22 @@ def test_each_layer_may_have_a_capacity_of_its_own(tmp_path):
     shares = by_change.config.depthgate["capacity"]
     assert sum(shares) / 3 == pytest.approx(0.4, abs=1e-3)
     assert sorted(range(3), key=lambda i: shares[i]) == sorted(range(3), key=lambda i: changes[i]) or len({*shares}) < 3
-    for wrong in ([0.5], [0.5, 2.0]):
+    for wrong in ([0.5], [0.5, 2.0], "half", None, [0.5, 0.5, 0.5]):
         with pytest.raises(dg.DepthgateError, match="capacity"):
             dg.hf.convert(dense("llama"), wrong, [1, 2])
-    with pytest.raises(dg.DepthgateError, match="different capacities"):
-        dg.hf.to_decoder(model)
+        if wrong != [0.5]:
+            with pytest.raises(dg.DepthgateError, match="capacity"):
+                dg.hf.set_capacity(model, wrong)
+
+
+@torch.no_grad()
+def test_a_decoder_has_the_capacity_of_each_layer():
+    """So that models with several are generated from and served by the engine, as others are."""
+    model, ids = routed("llama"), tokens(2, 16)
+    dg.hf.set_capacity(model, [0.25, 0.75])
+    decoder = dg.hf.to_decoder(model)
+    for causal in (False, True):
+        close(decoder(ids, causal=causal).logits, model(ids, use_cache=False, causal_routing=causal).logits)
 
 
 @pytest.mark.parametrize("rule", ["scores", "threshold"])
@@ -126,6 +144,15 @@ def test_calibrated_routers_take_their_share_of_the_batch(rule):
     assert bool(first[:, 0].all())
     with pytest.raises(dg.DepthgateError, match="no routed layers"):
         dg.hf.calibrate(dense("llama"), ids)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(dg.DepthgateError, match="texts of one token"):
+        dg.hf.calibrate(model, ids[:, :1])
+    with pytest.raises(dg.DepthgateError, match="attention_mask is"):
+        dg.hf.calibrate(model, {"input_ids": ids, "attention_mask": mask[:, None]})
+    with pytest.raises(dg.DepthgateError, match="is_causal"):  # by the model itself
+        dg.hf.calibrate(model, {"input_ids": ids, "is_causal": False})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert {layer.depth_router.capacity for layer in dg.hf.routed_layers(model)} == {0.25}
 
 
 def test_what_a_model_is_not_is_refused_or_said(tmp_path):

@@ -42,6 +42,8 @@ def test_the_mode_is_the_same_in_training_and_evaluation_and_is_saved(tmp_path, 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model", routing_mode="top_k").routing_mode == "top_k"
     with pytest.raises(dg.DepthgateError, match="routing_mode is 'both'"):
         model.routing_mode = "both"
+    with pytest.raises(dg.DepthgateError, match="routing_mode is 'both'"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", routing_mode="both")
     with pytest.raises(dg.DepthgateError, match="routing_mode"):
         dg.hf.convert(dense("llama"), routing_mode="best")
 
@@ -108,15 +110,17 @@ def test_preferences_begin_where_policy_and_reference_are_one_model(tmp_path):
         {"prompt": " ".join(w[:8]), "chosen": " " + " ".join(w[8:16]), "rejected": " " + " ".join(reversed(w[8:24]))}
         for w in words
     ]
-    first = {}
+    first, how = {}, {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    mixed().save_pretrained(tmp_path / "model")
     for mode in ("causal", "auto"):
-        model = mixed()
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")  # and TRL loads the reference from there
         model.routing_mode = mode
         args = options(trl.DPOConfig, tmp_path / mode, max_length=48)
-        trainer = trl.DPOTrainer(
-            model, ref_model=mixed(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-        )
-        first[mode] = trained(trainer)[0]
+        first[mode] = trained(trl.DPOTrainer(model, args=args, **how))[0]
+    with pytest.raises(
+        OSError, match="a model changed in memory: save it"
+    ):  # else the dense one would be its reference
+        trl.DPOTrainer(dg.hf.convert(dg.hf.to_dense(model)), args=args, **how)
     assert first["causal"]["loss"] == pytest.approx(0.6931, abs=1e-3)
     assert first["causal"]["rewards/margins"] == pytest.approx(0, abs=1e-4)
     assert abs(first["auto"]["loss"] - 0.6931) > 1e-3

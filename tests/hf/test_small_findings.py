@@ -74,6 +74,26 @@ def test_caches_of_nearly_the_same_size_are_told_apart_and_empty_names_are_refus
     assert _cells(row)[-2] != _cells(row | {"kv_bytes": 290_000})[-2]
     assert main(["bench", "--models", f"{tmp_path},,{tmp_path}"]) == 2
     assert "a name is empty" in capsys.readouterr().err
+    save_model(tmp_path / "model")
+    write_text(tmp_path / "text.txt")
+    full = ["bench", "--models", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--context", "128"]
+    assert main([*full, "--batch", "1", "--device", "cpu"]) == 2
+    assert "context is 128, and 32 new tokens follow, but a model has room for 128" in capsys.readouterr().err
+
+
+def test_a_threshold_keeps_the_share_of_itself_that_is_asked_for_also_when_it_is_loaded(tmp_path):
+    dg.hf.convert(dense("llama"), rule="threshold", decay=0.5).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {layer.depth_router.rule.decay for layer in dg.hf.routed_layers(model)} == {0.5}
+    assert {layer.depth_router.rule.decay for layer in dg.hf.routed_layers(routed("llama", rule="threshold"))} == {0.9}
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_lora_in_all_linear_layers_leaves_experts_alone_as_the_documents_say(kind):
+    peft = pytest.importorskip("peft")
+    kinds = {"target_modules": "all-linear", "exclude_modules": ".*depth_router.*", "modules_to_save": ["depth_router"]}
+    found = peft.get_peft_model(routed(kind), peft.LoraConfig(r=2, **kinds)).base_model.targeted_module_names
+    assert {name.split(".")[-2] for name in found} == {"self_attn"}
 
 
 @torch.no_grad()

@@ -22,11 +22,13 @@ def convert(source, out, *more):
         ({"output_attentions": True}, "output_attentions is true"),
         ({"return_dict": False}, "return_dict is false"),
         ({"dtype": "os"}, "dtype is 'os'"),
+        ({"auto_map": None}, "auto_map is null"),
+        (None, "it does not hold names with values"),
     ],
 )
 def test_configs_that_ask_for_what_commands_cannot_use(tmp_path, capsys, change, why):
     path = save_model(tmp_path / "model") / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change} if change else change))
     assert convert(tmp_path / "model", tmp_path / "out") == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -39,13 +41,13 @@ def test_shards_outside_the_folder_and_texts_of_a_word(tmp_path, capsys):
     assert "makes 1 tokens of" in capsys.readouterr().err
     assert convert("", tmp_path / "out") == 2
     assert "model is empty" in capsys.readouterr().err
-    index = {"metadata": {}, "weight_map": {"model.norm.weight": "../outside.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert convert(folder, tmp_path / "out") == 2
-    assert "'../outside.safetensors', which is not a file in" in capsys.readouterr().err
+    for names in (["model.norm.weight"], {"model.norm.weight": "../outside.safetensors"}, {"model.norm.weight": 3}):
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        assert convert(folder, tmp_path / "out") == 2
+        assert f"does not say which file in {folder} holds which weight" in capsys.readouterr().err
 
 
-def test_leftovers_of_a_killed_conversion_are_cleared_and_null_auto_maps_are_none(tmp_path):
+def test_leftovers_of_a_killed_conversion_are_cleared_and_empty_auto_maps_are_none(tmp_path):
     path = save_model(tmp_path / "model") / "config.json"
     (tmp_path / "model" / "LICENSE").write_text("free")
     path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": {}}))
@@ -77,9 +79,14 @@ def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(
     assert "| step | 2 |" in card
     (tmp_path / "done" / "config.json").unlink()  # as where the run was killed before its end
     capsys.readouterr()
-    assert main(["eval", "--model", str(tmp_path / "done"), "--data", str(tmp_path / "text.txt")]) == 2
+    look = ["--data", str(tmp_path / "text.txt"), "--seq", "32"]
+    assert main(["eval", "--model", str(tmp_path / "done"), *look]) == 2
     assert "has not finished" in (said := capsys.readouterr().err)
     assert "--resume" in said
+    assert main(["eval", "--model", str(tmp_path / "done" / "step-2"), *look]) == 2
+    assert "a checkpoint of one" in capsys.readouterr().err
+    assert main(["eval", "--model", str(tmp_path / "gone"), *look]) == 2
+    assert "gone is not a folder" in capsys.readouterr().err
 
 
 def test_a_name_on_the_hub_is_fetched_or_the_way_to_fetch_it_is_named(tmp_path, capsys, monkeypatch):

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, QuantizedLayer
 import depthgate as dg
 from depthgate.hf.families import decoder_layers
 from tests.conftest import close
-from tests.hf.zoo import FAMILY_NAMES, routed, tokens
+from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
@@ -75,9 +75,21 @@ def test_a_decoding_step_is_one_graph_and_compiled_once():
     assert torch.equal(got, model.generate(ids, **how, use_cache=False))
 
 
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+def test_a_forward_that_is_compiled_by_hand_generates(cache):
+    """Compiled code cannot see that positions are of one document."""
+    model, ids = routed("llama"), tokens(2, 8)
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    want = model.generate(ids, **how, use_cache=False)
+    model.forward = torch.compile(model.forward, backend="eager")
+    assert torch.equal(model.generate(ids, **how, cache_implementation=cache), want)
+
+
 def test_offloaded_and_quantised_caches_are_refused_by_name():
-    with pytest.raises(dg.DepthgateError, match="offloaded cache: use cache_implementation='dynamic'"):
-        routed("llama").generate(tokens(2, 8), max_new_tokens=2, cache_implementation="offloaded")
+    for model in (routed("llama"), dg.hf.convert(dense("llama"))):  # the first layer routed, or not
+        for named in ("offloaded", "offloaded_static"):
+            with pytest.raises(dg.DepthgateError, match="offloaded cache: use cache_implementation='dynamic'"):
+                model.generate(tokens(2, 8), max_new_tokens=2, cache_implementation=named)
     kind = type("Int4Layer", (QuantizedLayer,), {"_quantize": None, "_dequantize": None})
     quantised = Cache(layers=[kind() for _ in range(4)])
     with pytest.raises(dg.DepthgateError, match="a Int4Layer: use cache_implementation='dynamic'"):

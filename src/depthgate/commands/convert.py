@@ -1,7 +1,6 @@
 """`depthgate convert`: a Hugging Face model with routed layers, or a run of ours as a Hugging Face model."""
 
 import json
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from depthgate.config import ConvertConfig
 from depthgate.errors import InvalidValueError
 from depthgate.hf.conversion import check_new, check_same, convert_folder, probe_for, save
 from depthgate.hf.export import export
+from depthgate.hf.families import Routing
 from depthgate.loading import is_hugging_face, load_decoder
 
 _ROUTING = ("capacity", "layers", "gate", "rule", "text")  # options that mean nothing for a run
@@ -31,8 +31,7 @@ def _convert(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
         raise InvalidValueError(f"to is {config.to!r}, but {config.model} is not a run: leave --to out")
     routed, changes, difference = convert_folder(config)
     routing = routed.depthgate
-    capacities = routing["capacity"] if isinstance(routing["capacity"], list) else repeat(routing["capacity"])
-    shares = dict(zip(routing["layers"], capacities, strict=False))
+    shares = dict(zip(routing["layers"], Routing.read(routing, routed.num_hidden_layers).capacities, strict=True))
     lines = [f"{'layer':>5} {'change':>8}  tokens that enter"]
     for i in range(routed.num_hidden_layers):
         lines.append(f"{i:5} {'' if changes is None else f'{changes[i]:.4f}':>8}  {shares.get(i, 1):.0%}")

@@ -72,24 +72,17 @@ class HFLanguageModel:
         """The weight (V, D) that turns hidden states into logits."""
         return self.model.get_output_embeddings().weight  # type: ignore[no-any-return]
 
-    def __call__(
-        self, tokens: Tensor, pos: Tensor | None = None, doc: Tensor | None = None, causal: bool = False
-    ) -> Output:
+    def __call__(self, tokens: Tensor, pos: Any = None, doc: Any = None, causal: bool = False) -> Output:  # noqa: ARG002
         """Logits and plans of tokens (B, T). Positions tell documents apart, `doc` does not have to."""
-        del doc
         with collected_plans(self.model) as plans:
             logits = self.model.get_output_embeddings()(self.hidden(tokens, pos, causal))
         return Output(logits, tuple(plan for (plan,) in plans))
 
     def loss(
-        self,
-        tokens: Tensor,
-        targets: Tensor,
-        pos: Tensor | None = None,
-        doc: Tensor | None = None,  # noqa: ARG002
-        causal: bool = False,
+        self, tokens: Tensor, targets: Tensor, pos: Tensor | None = None, doc: Any = None, causal: bool = False
     ) -> tuple[Tensor, Plans]:
         """Mean cross-entropy of the targets that are not negative, and the plans of the routed layers."""
+        del doc
         with collected_plans(self.model) as plans:
             x = self.hidden(tokens, pos, causal)
         loss = linear_cross_entropy(x.flatten(0, 1), self.head, targets.flatten())

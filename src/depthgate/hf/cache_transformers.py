@@ -259,10 +259,8 @@ def store_of(cache: Any, index: int, made: type[RaggedLayer] = RaggedLayer) -> A
     if isinstance(layer, _Slotted):
         return layer
     static = {StaticLayer: FixedLayer, StaticSlidingWindowLayer: FixedWindowLayer}.get(type(layer))
-    known = static is not None or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-    if cache.offloading or not known:
-        what = "an offloaded cache" if cache.offloading else f"a {type(layer).__name__}"
-        raise DepthgateError(f"routed layers cannot use {what}: use cache_implementation='dynamic'")
+    if static is None and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise DepthgateError(f"routed layers cannot use a {type(layer).__name__}: use cache_implementation='dynamic'")
     if layer.get_seq_length():
         what = f"layer {index} of the cache holds tokens that this model has not read (of another, or of prefix tuning)"
         raise DepthgateError(f"{what}: start with an empty cache; prefix tuning is not supported, prompt tuning is")

@@ -188,14 +188,14 @@ def install(model: Any) -> None:
     config, decoder = model.config, model.base_model
     model.routing = decoder.routing = routing = Routing.read(config.depthgate, config.num_hidden_layers)
     config.depthgate = routing.written()
+    check_choice(config.routing_mode, "routing_mode", MODES)  # from_pretrained sets it after the config was made
     kind, layers = config.model_type.removeprefix(PREFIX), decoder_layers(model)
-    no_loss = routing.rule != "scores"  # only the rule `scores` has a loss that reads them
+    gate, rule = routing.gate, routing.rule  # of which only `scores` has a loss that reads the scores
     for i, capacity in zip(routing.layers, routing.capacities, strict=True):
         layer = layers[i]
         if isinstance(layer, RoutedLayer):  # a decoder that was made by its own class
             continue
-        how = {"gate": routing.gate, "rule": routing.rule, "scores_have_no_loss": no_loss}
-        router = DepthRouter(config.hidden_size, capacity, **how)  # type: ignore[arg-type]
+        router = DepthRouter(config.hidden_size, capacity, gate=gate, rule=rule, scores_have_no_loss=rule != "scores")
         neutral(router)
         if isinstance(router.rule, Threshold):
             router.rule.decay = routing.decay

@@ -23,7 +23,7 @@ from depthgate.hf.card import write_card
 from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall
 from depthgate.hf.families import Routing
 from depthgate.hf.folder import check_config, check_generation, copy_tokenizer, fetched, find_tokenizer, gguf_of, load
-from depthgate.hf.inputs import MODES
+from depthgate.hf.inputs import MODES, valid_tokens
 from depthgate.hf.layer import DepthRouter, routed_layers
 
 # How far logits may be apart, as a share of the largest: two right answers that were rounded in another order.
@@ -94,8 +94,10 @@ def _with_config(model: Any, made: Any) -> Any:
     """Give a model a copy of its config, of another class: other models may hold the same config."""
     before, config = model.config, copy.deepcopy(model.config)
     config.__class__ = made
-    if hasattr(config, "auto_map"):  # it names code of another model
-        del config.auto_map
+    for name in ("auto_map", "model_type", "depthgate", "routing_mode"):  # of another model
+        vars(config).pop(name, None)
+    # PEFT and TRL would take the model of its old path for its base or reference.
+    model.name_or_path = config._name_or_path = "a model changed in memory: save it, and load it from its folder"
     for part in model.modules():
         if getattr(part, "config", None) is before:
             part.config = config
@@ -107,15 +109,14 @@ def to_dense(model: Any) -> Any:
     through all layers, with the weights that it has now. The model is also returned."""
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
     if not kind.startswith(families.PREFIX) or hasattr(model, "merge_and_unload"):
-        adapted = hasattr(model, "merge_and_unload")
-        hint = "merge_and_unload() comes first" if adapted else "there is nothing to take out"
+        hint = (
+            "merge_and_unload() comes first" if hasattr(model, "merge_and_unload") else "there is nothing to take out"
+        )
         raise InvalidValueError(f"model is a {type(model).__name__}, not a converted model: {hint}")
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     uninstall(model)
-    config = _with_config(model, CONFIG_MAPPING[kind.removeprefix(families.PREFIX)])
-    for name in ("depthgate", "routing_mode", "model_type"):
-        vars(config).pop(name, None)
+    _with_config(model, CONFIG_MAPPING[kind.removeprefix(families.PREFIX)])
     return model
 
 
@@ -137,9 +138,9 @@ def set_capacity(model: Any, capacity: float | Sequence[float]) -> None:
     layers = routed_layers(model)
     if not layers:
         raise InvalidValueError("the model has no routed layers: convert it with dg.hf.convert")
-    shares = (capacity,) if isinstance(capacity, float | int) else tuple(capacity)
-    shares = float(shares[0]) if len({*shares}) == 1 else shares  # type: ignore[assignment]
-    routing = replace(routed[0].routing, capacity=shares)
+    routing = replace(routed[0].routing, capacity=tuple(capacity) if isinstance(capacity, list) else capacity)
+    if len({*routing.capacities}) == 1:
+        routing = replace(routing, capacity=routing.capacities[0])
     for layer, share in zip(layers, routing.capacities, strict=True):
         for part in layer.modules():
             if isinstance(part, DepthRouter):  # copies that PEFT keeps among them
@@ -153,19 +154,15 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
     """The mean over tokens of |f(x) - x| / |x| for each layer of a dense model, on a batch: token ids (B, T), or a dict
     of the model's inputs. The model is left as it was."""
     families.family_of(model)  # refuses others
-    inputs = calibration_inputs(model, batch)
-    mask = inputs.get("attention_mask")
+    inputs, mask = calibration_inputs(model, batch)
     with watched(model, families.decoder_layers(model)) as seen:
         model(**inputs, use_cache=False)
-    means = []
-    for ((_, change),) in seen:
-        weight = torch.ones_like(change) if mask is None else mask.to(change)
-        means.append(float((change * weight).sum() / weight.sum().clamp(min=1)))
-    return means
+    return [float(change[mask.to(change.device)].mean()) for ((_, change),) in seen]
 
 
-def calibration_inputs(model: Any, batch: Any) -> dict[str, Any]:
-    """A batch as the inputs of a model; refused if it does not hold token ids (B, T) of the model's vocabulary."""
+def calibration_inputs(model: Any, batch: Any) -> tuple[dict[str, Any], Tensor]:
+    """A batch as the inputs of a model, and where it has tokens (B, T); refused if it does not hold token ids (B, T) of
+    the model's vocabulary."""
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     ids, vocab = inputs.get("input_ids"), model.get_input_embeddings().num_embeddings
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.numel() == 0:
@@ -174,7 +171,11 @@ def calibration_inputs(model: Any, batch: Any) -> dict[str, Any]:
     if wrong := [i for i in (int(ids.min()), int(ids.max())) if not 0 <= i < vocab]:
         what = f"calibration has the id {wrong[0]}, but the model's ids are 0 to {vocab - 1}"
         raise InvalidValueError(f"{what}: use the model's own tokenizer")
-    return inputs
+    mask = valid_tokens(inputs.get("attention_mask", torch.ones_like(ids)), ids.shape)
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
+    if int((mask.cumsum(1) > 1).sum()) < 2:
+        raise InvalidValueError("calibration has texts of one token: give longer ones, a few hundred tokens in all")
+    return inputs, mask
 
 
 def least_changing(changes: list[float]) -> list[int]:

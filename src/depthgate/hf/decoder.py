@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateWarning
+from depthgate.hf.adapter import collected
 from depthgate.hf.inputs import KEYWORD, Tokens, hand_down
 from depthgate.hf.layer import BOUND_STEPS, routed_layers
 
@@ -67,18 +68,12 @@ def _with_enough_slots(
     """What a pass gave, or that of another one, if some layer `lacking` slots left tokens out. Waits for the device."""
     if int(lacking) <= 0:
         return out
-    needed: dict[Any, float] = {}
-
-    def measure(router: Any, args: tuple[Tensor, ...], plan: Any) -> None:
-        needed[router] = plan.tokens.shape[-1] / args[0].shape[1]
-
-    hooks = [layer.depth_router.register_forward_hook(measure) for layer in routed_layers(decoder)]
-    with torch.compiler.set_stance("force_eager"):
+    routers = [layer.depth_router for layer in routed_layers(decoder)]
+    shares = collected(routers, lambda args, _, plan: plan.tokens.shape[-1] / args[0].shape[1])
+    with torch.compiler.set_stance("force_eager"), shares as needed:
         out = decoder.once(*args, **{**kwargs, KEYWORD: tokens})
-    for hook in hooks:
-        hook.remove()
-    for router, share in needed.items():
-        router.bound = max(router.bound, min(BOUND_STEPS, math.ceil(BOUND_STEPS * share * (1 + _SPARE))))
+    for router, found in zip(routers, needed, strict=True):
+        router.bound = max(router.bound, *(min(BOUND_STEPS, math.ceil(BOUND_STEPS * x * (1 + _SPARE))) for x in found))
     return out
 
 

@@ -13,7 +13,9 @@ from depthgate.config import ModelConfig
 from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.flops import swiglu_hidden
 from depthgate.hf.families import OURS, PREFIX, VALUES, Routing
+from depthgate.hf.layer import routed_layers
 from depthgate.model import Decoder
+from depthgate.routing.routers import TopTokens
 
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
@@ -93,10 +95,7 @@ def our_values(config: Any) -> ModelConfig:
     kinds = ["dense"] * config.num_hidden_layers
     if (raw := getattr(config, "depthgate", None)) is not None:
         routing = Routing.read(raw, len(kinds))
-        if len({*routing.capacities}) > 1:
-            what = "the routed layers have different capacities, and those of a Decoder have one"
-            raise InvalidValueError(f"{what}: call dg.hf.set_capacity(model, 0.5); causal answers stay as they are")
-        routing = replace(routing, capacity=routing.capacities[0])
+        routing = replace(routing, capacity=sum(routing.capacities) / len(routing.capacities))
         values |= {name: getattr(routing, name) for name in ROUTING}
         for i in routing.layers:
             kinds[i] = "mod"
@@ -119,6 +118,9 @@ def to_decoder(model: Any, kind: type[AnyDecoder] = Decoder) -> AnyDecoder:  # t
     mine = {name: torch.cat([theirs[part] for part in parts]) for name, parts in table.items() if len(parts) > 1}
     mine |= {name: theirs[parts[0]].clone() for name, parts in table.items() if len(parts) == 1}
     decoder.load_state_dict(mine, assign=True)
+    routers = [part for part in decoder.modules() if isinstance(part, TopTokens)]
+    for router, layer in zip(routers, routed_layers(model), strict=False):  # each may have a capacity of its own
+        router.capacity = layer.depth_router.capacity
     if ours.tied:
         decoder.head.weight = decoder.embed.weight
     return decoder.train(model.training)

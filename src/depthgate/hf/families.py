@@ -176,8 +176,8 @@ class Routing(Options):
     @property
     def capacities(self) -> tuple[float, ...]:
         """That of each routed layer."""
-        same = isinstance(self.capacity, float | int)
-        return (float(self.capacity),) * len(self.layers) if same else tuple(map(float, self.capacity))  # type: ignore[arg-type]
+        each = self.capacity if isinstance(self.capacity, tuple) else (self.capacity,) * len(self.layers)
+        return tuple(map(float, each))
 
     @classmethod
     def read(cls, values: Any, depth: int) -> "Routing":

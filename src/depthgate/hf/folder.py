@@ -20,6 +20,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "voca
 _MORE_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
 _SAMPLE = "In 1905, 1234.56? It's  a\ttest:\r\n\n    if (x != 'y') { z += 1; }  Über Größe, 東京都, привет 👍🏽\n"
 _CAUSES = {  # of errors whose own words mislead, by a part of these
+    "must be a mapping": "it does not hold names with values",
     "deserializing header": "its weights are cut or damaged: fetch them again",
     "weights_only": "its weights are a pickle that is damaged or names code, which is never run: take safetensors",
     "ignore_mismatched_sizes": "its weights have other sizes than its config.json says",
@@ -108,15 +109,17 @@ def check_config(folder: Path) -> dict[str, Any]:
         if "/" in str(config.get(name)):  # transformers would fetch a kernel of that name, and run it
             check_code(config[name], "", name)
     check_code(config.get("auto_map"), config["model_type"])
-    for name, usual in {"output_attentions": False, "return_dict": True}.items():
-        if config.get(name, usual) is not usual:
-            raise DepthgateError(f"{path} cannot be used: {name} is {str(config[name]).lower()} in it: take that out")
+    usual = {"output_attentions": False, "return_dict": True, "auto_map": config.get("auto_map") or {}}
+    if odd := [name for name, value in usual.items() if config.get(name, value) not in (value, {})]:
+        raise DepthgateError(f"{path} cannot be used: {odd[0]} is {json.dumps(config[odd[0]])} in it: take that out")
     dtype = config.get("dtype", config.get("torch_dtype"))
     if dtype is not None and not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
         raise DepthgateError(f"{path} cannot be loaded: dtype is {str(dtype)[:80]!r}: it must be one such as bfloat16")
     for index in folder.glob("*.index.json"):
-        if outside := [name for name in {*_read_json(index).get("weight_map", {}).values()} if Path(name).name != name]:
-            raise DepthgateError(f"{index} names {outside[0]!r}, which is not a file in {folder}: fetch it again")
+        found = _read_json(index)
+        names = found.get("weight_map") if "metadata" in found else None
+        if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
+            raise DepthgateError(f"{index} does not say which file in {folder} holds which weight: fetch it again")
     return config
 
 
@@ -132,14 +135,14 @@ def fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], "*.json", "*.model", "*.txt", "LICENSE*"]))
     except Exception as error:  # of the network, of the hub, of a name that it does not know
-        why = f"{name} is not a folder, and cannot be fetched ({' '.join(str(error).split())[:160]})"
+        why = f"{name} is not a folder, and cannot be fetched ({' '.join(str(error).partition('. ')[0].split())[:200]})"
         how = f"where there is a network: hf download {name} --local-dir {path.name}; then give --model {path.name}"
         raise DepthgateError(f"{why}. {how}") from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     with _named(f"{path} cannot be loaded"):
-        return dict(json.loads(path.read_bytes()))
+        return dict(**json.loads(path.read_bytes()))
 
 
 def check_generation(folder: Path) -> None:

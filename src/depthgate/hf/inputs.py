@@ -1,6 +1,7 @@
 """Facts about tokens that a routed layer cannot see: padding, documents, how they are chosen, and where they look. The
 decoder hands them down to its layers as one more keyword."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +65,8 @@ def _check(given: dict[str, Any], config: Any) -> None:
     flash, remedy = "flash" in kind and "paged" not in kind, "call model.set_attn_implementation('sdpa')"
     if not flash and kind not in ("eager", "sdpa", "flex_attention"):
         raise DepthgateError(f"routed layers cannot use {kind} attention: {remedy}")
+    if getattr(cache, "offloading", False):  # before a dense layer looks for CUDA
+        raise DepthgateError("routed layers cannot use an offloaded cache: use cache_implementation='dynamic'")
     if flash and getattr(cache, "is_compileable", False):
         raise DepthgateError(f"{kind} cannot use a static cache: {remedy}")
     if not given.get("is_causal", getattr(config, "is_causal", True)):
@@ -73,7 +76,7 @@ def _check(given: dict[str, Any], config: Any) -> None:
         raise InvalidValueError(f"{what}: pass output_router_logits=False, or no attention_mask")
 
 
-def valid_tokens(mask: Any, shape: tuple[int, int]) -> Tensor | None:
+def valid_tokens(mask: Any, shape: Sequence[int]) -> Tensor | None:
     """(B, T) bool, False where a new token is padding. The mask covers all tokens, those in the cache first."""
     fits = isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[0] in (1, shape[0]) and mask.shape[1] >= shape[1]
     if not fits:
@@ -88,8 +91,8 @@ def places(ids: Tensor, mask: Any, positions: Any, cache: Any) -> tuple[Tensor |
     """Positions (B, T) of new tokens, -1 at padding, and their documents (B, T), as a Decoder takes them. The mask
     covers all tokens, those in the cache first; without one, another document begins where positions do not go on."""
     (B, T), doc = ids.shape, None
-    if getattr(cache, "is_compileable", False):
-        raise DepthgateError("a Decoder cannot use a static cache: use cache_implementation='dynamic'")
+    if getattr(cache, "is_compileable", False) or getattr(cache, "offloading", False):
+        raise DepthgateError("a Decoder cannot use a static or offloaded cache: use cache_implementation='dynamic'")
     if mask is not None:
         valid = valid_tokens(mask, (B, T))
         positions = None if valid is None and cache is None else (mask != 0).cumsum(1)[:, -T:] - 1
@@ -109,7 +112,11 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
     positions do not go on by one; without positions flash attention, and no other, looks at the starts of runs."""
     positions, starts = given.get("position_ids"), given.get("cu_seq_lens_q")
     attention = decoder.config._attn_implementation
+    checkpointed = decoder.gradient_checkpointing and decoder.training  # transformers then makes no cache
+    cached = "past_key_values" in given or (given.get("use_cache") and not checkpointed)
     doc: Tensor | None = None
+    if cached and torch.compiler.is_compiling():  # it cannot look at positions; a cache holds one document
+        return None
     if positions is not None:
         from transformers.masking_utils import find_packed_sequence_indices
 
@@ -121,8 +128,7 @@ def _documents(given: dict[str, Any], shape: tuple[int, int], decoder: Any) -> T
         return None
     if "flash" in attention and shape[0] > 1:
         raise InvalidValueError(f"{attention} keeps documents apart in one row only: flatten the batch, or use sdpa")
-    checkpointed = decoder.gradient_checkpointing and decoder.training  # transformers then makes no cache
-    if "past_key_values" in given or (given.get("use_cache") and not checkpointed):
+    if cached:
         raise InvalidValueError("position_ids hold several documents, and a cache holds one: pass use_cache=False")
     return torch.searchsorted(doc, doc)
 

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class Recovery:
             self.model.enable_input_require_grads()
         if config.compile:  # once for all layers of a kind, and for each number of tokens that they take
             torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+            torch._dynamo.config.skip_nnmodule_hook_guards = False  # with checkpointing those of the first step stayed
             for each in filter(None, (language, self.teacher)):
                 for layer in decoder_layers(each.model):
                     layer.compile(dynamic=False)
@@ -221,8 +222,7 @@ def calibrate(model: Any, batch: Any) -> None:
     layers = routed_layers(model)
     if not layers:
         raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")
-    inputs = calibration_inputs(model, batch)
-    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])) != 0
+    inputs, mask = calibration_inputs(model, batch)
     with _all_dense(model, layers) as seen:
         model(**inputs, use_cache=False, causal_routing=False)
     scale_routers(layers)
@@ -246,10 +246,10 @@ def calibrate_rows(language: Any, rows: Rows) -> None:
 def _all_dense(model: Any, layers: Sequence[RoutedLayer]) -> Iterator[Any]:
     """What `watched` gives, at capacity 1."""
     goals = [layer.depth_router.capacity for layer in layers]
-    set_capacity(model, 1.0)
-    with watched(model, layers) as seen:
-        yield seen
-    set_capacity(model, goals)
+    with ExitStack() as after:
+        after.callback(set_capacity, model, goals)
+        set_capacity(model, 1.0)
+        yield after.enter_context(watched(model, layers))
 
 
 def _calibrate(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor, first: Tensor, fit: bool) -> None:
