@@ -27,7 +27,9 @@ def rows(total, taken):
 def on_cpu(each):
     if isinstance(each, torch.Tensor):
         return each.double().cpu() if each.is_floating_point() else each.cpu()
-    return type(each)(*map(on_cpu, each)) if isinstance(each, tuple) else each
+    if isinstance(each, tuple):
+        return type(each)(*map(on_cpu, each)) if hasattr(each, "_fields") else tuple(map(on_cpu, each))
+    return each
 
 
 def near(ours, theirs):
@@ -92,11 +94,14 @@ def test_a_routed_layer_of_one_row_is_its_twin(wanted, dtype):
         x, (cos, sin), theirs = new(1, 768), torch.randn(2, 1, 32, device="cuda"), on_cpu(pages)
         y, entered, turns = on_cpu(x), torch.zeros(1).int(), torch.zeros(1, device="cuda").int()
         asked = [each.cuda() for each in (entered, torch.tensor(1).int())]
-        decode.routed_layer(y, 1, entered, turns.cpu(), on_cpu(layer), *map(on_cpu, (cos, sin, heads)), theirs, 4)
+        known = on_cpu(layer)._replace(router=(*(each.cpu() for each in router), True, gate))
+        decode.routed_layer(y, 1, entered, turns.cpu(), known, *map(on_cpu, (cos, sin, heads)), theirs, 4)
         for _ in range(2):  # the programs that wait for each other leave their counter ready
-            decode.routed_layer(x_ := x.clone(), asked[1], asked[0], turns, layer, cos, sin, heads, pages, 4)
+            mine = pages._replace(kv=pages.kv.clone(), last_key=pages.last_key.clone())
+            decode.routed_layer(x_ := x.clone(), asked[1], asked[0], turns, layer, cos, sin, heads, mine, 4)
             near(x_, y)
-            near(pages.kv, theirs.kv)
+            near(mine.kv, theirs.kv)
+            near(mine.last_key, theirs.last_key)
             assert bool(asked[0]) is wanted
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from depthgate.errors import DepthgateWarning
-from depthgate.flops import SLACK
+from depthgate.flops import SLACK, budget
 
 _LOWEST = -(2**31)  # int32: padding
 _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
@@ -93,7 +93,7 @@ def choose(
     # A program of the kernel holds a whole row.
     if scores.is_cuda and scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works():
         limits = None  # all slots are filled
-        if valid is not None or doc is not None:
+        if valid is not None or doc is not None or budget(capacity, scores.shape[-1]) != slots:
             limits = budgets(capacity, torch.arange(scores.shape[-1] + 1, device=scores.device)).int()
         index, filled, slot = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
         return index, filled, slot
