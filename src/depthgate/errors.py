@@ -7,7 +7,7 @@ import difflib
 import math
 import sys
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from importlib import import_module
 from numbers import Integral, Real
@@ -22,8 +22,13 @@ class InvalidValueError(DepthgateError, ValueError):
     """A value outside its allowed range; also a ValueError."""
 
 
-def _show(value: Any) -> str:
-    text = repr(value)
+class TooLongError(InvalidValueError):
+    """A prompt that a model has no room for."""
+
+
+def show(value: Any, written: Callable[[Any], str] = repr) -> str:
+    """A value as errors quote it."""
+    text = written(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -74,7 +79,7 @@ def check_number(value: Any, name: str, interval: str, note: str = "") -> float:
         number = math.nan
     inside = low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
     if not inside:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be a number in {interval}{note}")
+        raise InvalidValueError(f"{name} is {show(value)}: it must be a number in {interval}{note}")
     return number
 
 
@@ -87,7 +92,7 @@ def check_count(value: Any, name: str, minimum: int = 1, maximum: int = 2**31 - 
     """A whole number from `minimum` to `maximum`."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not whole or not minimum <= value <= maximum:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be a whole number from {minimum} to {maximum}")
+        raise InvalidValueError(f"{name} is {show(value)}: it must be a whole number from {minimum} to {maximum}")
     return int(value)
 
 
@@ -110,7 +115,7 @@ def check_head(size: int, name: str, key_shift: bool = False) -> int:
 def check_choice(value: Any, name: str, allowed: Collection[str]) -> str:
     """One of a fixed set of names."""
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidValueError(f"{name} is {_show(value)}: it must be one of {', '.join(sorted(allowed))}")
+        raise InvalidValueError(f"{name} is {show(value)}: it must be one of {', '.join(sorted(allowed))}")
     return value
 
 

@@ -319,6 +319,15 @@ def test_an_owner_of_many_requests_does_not_keep_others_waiting():
     engine = Engine(built("dense"), rows=2)
     results = read_prompts(engine.model, [[1], [2], [3], [4]])
     for result, owner in zip(results, ("one", "one", "one", "other"), strict=True):
-        engine.add(result, Sampling(max_new_tokens=3), owner=owner)
+        engine.add(result, Sampling(max_new_tokens=3), owners=(owner,))
     engine.turn()
     assert [bool(result.tokens) for result in results] == [True, False, False, True]
+
+
+def test_owners_take_turns_in_one_row_and_so_do_what_they_asked_for():
+    engine = Engine(built("dense"), rows=1)
+    owners = [("one", "a"), ("one", "a"), ("one", "b"), ("one", "a"), ("other", "c"), ("other", "c")]
+    results = read_prompts(engine.model, [[1]] * len(owners))
+    for result, who in zip(results, owners, strict=True):
+        engine.add(result, Sampling(max_new_tokens=1), owners=who)
+    assert list(finish(engine)) == [0, 4, 2, 5, 1, 3]

@@ -132,3 +132,16 @@ def test_the_server_of_transformers_streams_and_completes(folder, model):
     assert text == tokenizer.decode(tokens, skip_special_tokens=True)
     assert "".join(parts).split() == text.split()
     assert count == len(tokens)
+
+
+def test_a_prompt_that_is_refused_fails_alone(model):
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1)
+    first, *refused, last = model.generate_batch([PROMPTS[0], [10**6], [], [1] * 10**4, PROMPTS[1]], config).values()
+    for output, words in zip(
+        refused, ("is 1000000: it must be", "is empty: give", "context is 128: shorten"), strict=True
+    ):
+        assert output.is_finished()
+        assert words in output.error
+    for output, prompt in ((first, PROMPTS[0]), (last, PROMPTS[1])):
+        assert output.error is None
+        assert output.generated_tokens == generated(model, prompt, max_new_tokens=4, do_sample=False)

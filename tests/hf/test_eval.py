@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from depthgate.cli import main
+from depthgate.errors import DepthgateWarning
 from tests.hf.words import save_model, texts, write_text
 from tests.hf.zoo import dense, routed
 
@@ -109,8 +110,30 @@ def test_bench_times_models_whose_cache_is_right(tmp_path, capsys):
     sizes = ["--context", "40", "--new_tokens", "4", "--repeats", "2", "--batch", "1,2"]
     assert main(["bench", *names, *sizes, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["model"], row["batch"]) for row in rows] == [(str(m), b) for b in (1, 2) for m in (dense, less)]
     assert all(row["prefill_tokens_per_second"] > 0 and row["decode_tokens_per_second"] > 0 for row in rows)
-    assert rows[1]["kv_bytes"] < rows[0]["kv_bytes"] == 4 * 2 * 2 * 8 * 44 * 4  # layers, k and v, heads, size, tokens
+    plain, engine = ([row for row in rows if row["path"] == path] for path in ("plain", "engine"))
+    for found in (plain, engine):
+        assert [(row["model"], row["batch"]) for row in found] == [(str(m), b) for b in (1, 2) for m in (dense, less)]
+    assert plain[1]["kv_bytes"] < plain[0]["kv_bytes"] == 4 * 2 * 2 * 8 * 44 * 4  # layers, k and v, heads, size, tokens
     assert main(["bench", *names, *sizes]) == 0
     assert "decode tokens/s" in capsys.readouterr().out
+
+
+def test_bench_times_a_converted_model_beside_its_dense_twin(tmp_path, capsys):
+    text, folder = write_text(tmp_path / "text"), save_model(tmp_path / "routed")
+    routed("llama").save_pretrained(folder)
+    sizes = ["--context", "40", "--new_tokens", "4", "--repeats", "1", "--batch", "1", "--device", "cpu", "--json"]
+    assert main(["bench", "--models", str(folder), "--data", str(text), *sizes]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    names = [(name, path) for name in ("dense twin", str(folder)) for path in ("plain", "engine")]
+    assert [(row["model"], row["path"]) for row in rows] == names
+    assert rows[2]["kv_bytes"] < rows[0]["kv_bytes"]
+
+
+def test_bench_says_why_a_model_is_not_timed_on_the_engine(tmp_path, capsys):
+    text, folder = write_text(tmp_path / "text"), save_model(tmp_path / "dense", "mistral")
+    sizes = ["--context", "40", "--new_tokens", "4", "--repeats", "1", "--batch", "1", "--device", "cpu", "--json"]
+    with pytest.warns(DepthgateWarning, match="is not timed on the engine: .*mistral"):
+        assert main(["bench", "--models", str(folder), "--data", str(text), *sizes]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["path"] == "plain"

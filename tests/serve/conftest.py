@@ -7,8 +7,9 @@ import openai
 import pytest
 
 import depthgate as dg
-from depthgate.commands.serve import bound, build, listen
+from depthgate.commands.serve import bound, build
 from depthgate.serve.config import ServeConfig
+from depthgate.serve.listen_uvicorn import listen
 from tests.train.tiny import train, write_data
 
 TEMPLATE = (

@@ -20,6 +20,7 @@ from depthgate.loading import LoadedDecoder
 from depthgate.serve import worker
 from depthgate.serve.app_starlette import App
 from depthgate.serve.config import ServeConfig
+from depthgate.serve.listen_uvicorn import Line
 from tests.serve.test_refusals import PROMPT, ask
 
 LONG = {"prompt": "a", "max_tokens": 200, "temperature": 0.9, "seed": 1}
@@ -86,7 +87,7 @@ def test_a_client_that_leaves_frees_its_row_at_once(start):
 
 
 def test_a_full_queue_says_when_to_come_back(start):
-    server = start(rows=1, queue=2)
+    server = start(rows=1, queue=4)
     answers = []
     with server.held():
         waiting = [threading.Thread(target=lambda: answers.append(ask(server, body=PROMPT)[0])) for _ in range(3)]
@@ -103,6 +104,35 @@ def test_a_full_queue_says_when_to_come_back(start):
     assert answers == [200] * 3
     status, _, error = ask(server, body={**PROMPT, "n": 4})
     assert (status, "at most 3" in error["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("how", ["address", "key"])
+def test_clients_take_turns_and_none_fills_the_queue(start, tmp_path, how):
+    """Of two clients, told apart by their keys or their addresses (one proxy, on this machine, is trusted)."""
+    (tmp_path / "keys").write_text("a\nb\n")
+    server = start(rows=1, queue=4, **({"api_key_file": str(tmp_path / "keys")} if how == "key" else {}))
+    name, values = (
+        ("Authorization", ("Bearer a", "Bearer b")) if how == "key" else ("X-Forwarded-For", ("10.1", "10.2"))
+    )
+    one, two = ({name: value} for value in values)
+    order = []
+
+    def wait(who, headers):
+        before = len(server.app.worker.jobs)
+        asked = threading.Thread(target=lambda: (ask(server, body=PROMPT, **headers), order.append(who)))
+        asked.start()
+        until(lambda: len(server.app.worker.jobs) > before)
+        return asked
+
+    with server.held():
+        waiting = [wait("one", one) for _ in range(3)]
+        assert ask(server, body=PROMPT, **one)[0] == 429
+        waiting += [wait("two", two) for _ in range(2)]
+        assert ask(server, body=PROMPT, **two)[0] == 429  # now all of it is full
+    for each in waiting:
+        each.join()
+    assert order.index("two") <= 1  # as soon as what ran had ended
+    assert sorted(order) == ["one"] * 3 + ["two"] * 2
 
 
 def test_time_is_limited(start):
@@ -165,6 +195,20 @@ def test_a_client_that_never_reads_again_is_dropped(start, monkeypatch):
 
     asyncio.run(asgi(server.app, send, {**LONG, "stream": True}))
     assert server.app.worker.jobs == {}
+
+
+def test_a_connection_that_is_never_read_is_cut_off_without_a_word(start, monkeypatch, caplog):
+    lost, real = threading.Event(), Line.connection_lost
+    monkeypatch.setattr("depthgate.serve.app_starlette.GRACE", 0.1)
+    monkeypatch.setattr(Line, "connection_lost", lambda *_: (real(*_), lost.set()))
+    server, body = start(timeout=3, rows=16), json.dumps({**LONG, "n": 16, "stream": True, "logprobs": 5}).encode()
+    with socket.socket() as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        line.connect(("127.0.0.1", server.port))
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        lost.wait()
+    assert server.stop() == 0
+    assert [each.getMessage() for each in caplog.records if each.name == "uvicorn.error"] == []
 
 
 def test_logits_that_are_not_finite_fail_that_request_alone(start):
@@ -255,7 +299,7 @@ def process(folder):
     """`depthgate serve` as a process of its own."""
     command = [sys.executable, "-m", "depthgate", "serve", "--model", folder, "--port=0", "--device=cpu", "--json"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE) as found:
+    with subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as found:
         told = json.loads(found.stdout.readline())
         assert told["model"] == "tiny"
         found.port = int(told["url"].rpartition(":")[2])
@@ -273,6 +317,7 @@ def test_a_signal_ends_gracefully_and_a_second_at_once(process):
         until(lambda: ask(process, "/health", method="GET")[0] == 503)
         process.send_signal(signal.SIGTERM)
         assert process.wait() == 130
+    assert process.stderr.read() == ""
 
 
 def test_a_signal_lets_a_stream_end(process):

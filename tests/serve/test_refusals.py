@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgate.cli import main
-from depthgate.serve import protocol
+from depthgate.commands import serve
+from depthgate.serve import listen_uvicorn, protocol
+from depthgate.serve.config import ServeConfig
 
 PROMPT = {"prompt": "a", "max_tokens": 2}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -37,7 +39,7 @@ def _stays_up(request):
 
 
 def test_a_prompt_is_one_sequence_however_long_it_is(start):
-    few = start(rows=2, queue=1)
+    few = start(rows=2, queue=2)
     for prompt in ("x" * 40, [7] * 40, ["x" * 40], [[7] * 40] * 3):
         assert ask(few, body={**PROMPT, "prompt": prompt})[0] == 200
     for prompt, n in ((["x"] * 4, 1), ([[7]] * 2, 2), ("x", 4)):
@@ -53,8 +55,8 @@ def test_a_body_that_says_how_huge_it_is_is_refused_before_it_comes(server):
 
 WRONG = [  # what is sent, the parameter to blame, and a part of what is said
     ({"temperature": -1}, "temperature", "temperature is -1"),
-    ({"temperature": "hot"}, "temperature", "temperature is 'hot'"),
-    ({"temperature": True}, "temperature", "True"),
+    ({"temperature": "hot"}, "temperature", 'temperature is "hot"'),
+    ({"temperature": True}, "temperature", "temperature is true"),
     ({"top_p": 0}, "top_p", r"(0, 1]"),
     ({"top_k": 0}, "top_k", "whole number"),
     ({"min_p": 1.5}, "min_p", "[0, 1]"),
@@ -72,7 +74,7 @@ WRONG = [  # what is sent, the parameter to blame, and a part of what is said
     ({"stop": {"a": 1}}, "stop", "stop is"),
     ({"stream": 1}, "stream", "true or false"),
     ({"stream_options": {"other": True}}, "stream_options", "include_usage"),
-    ({"stream_options": {"include_usage": "x"}}, "stream_options", "'include_usage': 'x'"),
+    ({"stream_options": {"include_usage": "x"}}, "stream_options", 'stream_options.include_usage is "x"'),
     ({"model": 3}, "model", "text"),
     ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
@@ -94,19 +96,19 @@ def test_wrong_parameters_are_named(server, given, param, words):
     [
         ({"prompt": None}, "prompt", "missing"),
         ({"prompt": {"a": 1}}, "prompt", "token ids"),
-        ({"prompt": ""}, None, "empty"),
-        ({"prompt": []}, None, "empty"),
-        ({"prompt": [[]]}, None, "empty"),
-        ({"prompt": [1, "a"]}, None, "a prompt is 1"),
-        ({"prompt": [257]}, None, "from 0 to 256"),
-        ({"prompt": [-1]}, None, "from 0 to 256"),
-        ({"prompt": [True]}, None, "True"),
-        ({"prompt": [[[1]]]}, None, "token id"),
-        ({"prompt": "\ud800"}, None, "surrogate"),
-        ({"prompt": "x" * 256}, None, "context is 256"),
-        ({"prompt": ["a"] * 400}, None, "320 at a time"),
+        ({"prompt": ""}, "prompt", "empty"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": [1, "a"]}, "prompt", "a prompt is 1"),
+        ({"prompt": [257]}, "prompt", "from 0 to 256"),
+        ({"prompt": [-1]}, "prompt", "from 0 to 256"),
+        ({"prompt": [True]}, "prompt", "True"),
+        ({"prompt": [[[1]]]}, "prompt", "token id"),
+        ({"prompt": "\ud800"}, "prompt", "surrogate"),
+        ({"prompt": "x" * 256}, "prompt", "context is 256"),
+        ({"prompt": ["a"] * 400}, None, "192 at a time"),
         ({"logprobs": 6}, "logprobs", "from 0 to 5"),
-        ({"logprobs": True}, "logprobs", "True"),
+        ({"logprobs": True}, "logprobs", "logprobs is true"),
         ({"echo": True}, "echo", "not supported"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"best_of": 2}, "best_of", "not supported"),
@@ -128,17 +130,65 @@ def test_wrong_completions(server, given, param, words):
         ({"messages": [{"role": 1, "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
-        ({"messages": [{"role": "user", "content": "<|endoftext|>" * 50_000}]}, None),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "<|endoftext|>" * 50_000}]}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "top_logprobs"),
         ({"prompt": "a"}, "prompt"),
     ],
 )
 def test_wrong_chats(server, given, param):
     status, _, error = ask(server, "/v1/chat/completions", {**CHAT, **given})
     assert (status, error["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("hi", 'messages[1] is "hi": it must be an object'),
+        (None, "messages[1] is null"),
+        ({"content": "a"}, "messages[1].role is null: it must be text"),
+        ({"role": ["user"], "content": "a"}, 'messages[1].role is ["user"]: it must be text'),
+        ({"role": "user", "content": None}, "messages[1].content is null: it must be text, or a list"),
+        ({"role": "user", "content": True}, "messages[1].content is true"),
+        ({"role": "user", "content": []}, "messages[1].content is []: it must be text"),
+        ({"role": "user", "content": "a", "name": 3}, "messages[1].name is 3"),
+        ({"role": "user", "content": "a", "tool_call_id": "x"}, "messages[1].tool_call_id is not supported"),
+        ({"role": "user", "content": ["a"]}, 'messages[1].content[0] is "a": it must be an object'),
+        ({"role": "user", "content": [{"text": "a"}]}, "messages[1].content[0].type is null"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[1].content[0].text is null: it must be text"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "text": "b"}]},
+            'messages[1].content[1].type is "image_url", which is not supported: give "text"',
+        ),
+    ],
+)
+def test_messages_are_refused_by_their_number_and_field(server, message, words):
+    given = {"messages": [CHAT["messages"][0], message]}
+    status, _, error = ask(server, "/v1/chat/completions", {**CHAT, **given})
+    assert (status, error["param"]) == (400, "messages")
+    assert error["message"].startswith(words)
+
+
+def test_fields_of_messages_that_are_null_count_as_not_given(server):
+    given = {**CHAT, "seed": 1, "messages": [{"role": "user", "content": "hi", "name": None, "tool_calls": None}]}
+    answers = [ask(server, "/v1/chat/completions", each) for each in (given, {**CHAT, "seed": 1})]
+    assert [answer[2]["choices"] for answer in answers] == [answers[0][2]["choices"]] * 2
+
+
+def test_what_is_too_long_for_the_model_has_its_code(start):
+    server = start(memory=256)
+    for path, asked in (
+        ("/v1/completions", {"prompt": "x" * 256}),
+        ("/v1/completions", {"prompt": ["x", "x" * 300]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 256}]}),
+    ):
+        status, _, error = ask(server, path, asked)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+        assert error["param"] in asked
 
 
 @pytest.mark.parametrize(
@@ -178,6 +228,14 @@ def test_whatever_is_sent_no_request_fails_the_server(server, given, chat):
 def test_neutral_values_of_what_is_not_done_are_taken(server):
     neutral = {"frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "best_of": 1, "echo": False}
     assert ask(server, body={**PROMPT, **neutral, "suffix": None, "user": "me", "stop": None, "seed": None})[0] == 200
+    tools = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True}
+    others = {"store": False, "modalities": ["text"], "service_tier": "auto", "metadata": {}}
+    stream = {"stream_options": {"include_usage": False, "include_obfuscation": False}}
+    assert ask(server, "/v1/chat/completions", {**CHAT, **tools, **others, **stream})[0] == 200
+    for name, value in {"store": True, "tool_choice": "auto", "service_tier": "flex", "metadata": {"a": "b"}}.items():
+        status, _, error = ask(server, "/v1/chat/completions", {**CHAT, name: value})
+        assert (status, error["param"]) == (400, name)
+        assert f"{name} is {json.dumps(value)}, which is not supported" in error["message"]
 
 
 def test_unknown_models_places_and_methods(server):
@@ -187,8 +245,9 @@ def test_unknown_models_places_and_methods(server):
     assert ask(server, "/v1/embeddings", PROMPT)[0] == 404
     assert ask(server, "/../../etc/passwd", method="GET")[0] == 404
     assert ask(server, body=PROMPT, Host="[::1")[0] == 200
-    assert ask(server, method="GET")[0] == 405
-    assert ask(server, method="DELETE")[0] == 405
+    for method in ("GET", "DELETE"):
+        status, headers, error = ask(server, method=method)
+        assert (status, headers["Allow"], error["message"]) == (405, "POST", "Method Not Allowed")
 
 
 def test_what_is_not_http_is_refused(server):
@@ -234,6 +293,75 @@ def test_keys(start, tmp_path):
     assert ask(server, "/health", method="GET")[0] == 200
 
 
+def read_to(line, end):
+    told = b""
+    while not told.endswith(end):
+        told += line.recv(1000)
+
+
+def cut_off(line):
+    """Wait until a connection was closed, also by force."""
+    try:
+        return line.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_head_that_does_not_end_is_given_up(start, monkeypatch):
+    monkeypatch.setattr(listen_uvicorn, "HEAD", 0.2)
+    server = start()
+    for before in (b"", b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"):
+        for part in (b"", b"POST /v1/completions HTTP/1.1\r\nX: "):
+            with socket.create_connection(("127.0.0.1", server.port)) as line:
+                line.sendall(before)
+                read_to(line, b'{"status": "ok"}' if before else b"")
+                line.sendall(part)
+                assert cut_off(line)
+
+
+def test_a_body_that_comes_after_its_answer_holds_no_connection(start, monkeypatch):
+    monkeypatch.setattr(listen_uvicorn, "HEAD", 0.2)
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999\r\n\r\n")
+        read_to(line, b"}}")
+        line.sendall(b"a")
+        assert cut_off(line)
+
+
+def test_connections_are_limited(start, monkeypatch):
+    monkeypatch.setattr(listen_uvicorn, "MOST", 2)
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port)):
+        assert ask(server, body=PROMPT)[0] == 200
+        with socket.create_connection(("127.0.0.1", server.port)) as second:
+            second.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+            read_to(second, b'{"status": "ok"}')
+            with socket.create_connection(("127.0.0.1", server.port)) as third:
+                assert cut_off(third)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (b"my secret key\n", "a line of it has a space between words"),
+        (b"one\n\xff\xfe\n", "it cannot be read as text in UTF-8"),
+        (None, "Is a directory"),
+        (b" \n\n", "it has no keys"),
+    ],
+)
+def test_files_that_are_no_keys(folder, tmp_path, capsys, keys, words):
+    path = tmp_path if keys is None else tmp_path / "keys"
+    if keys is not None:
+        path.write_bytes(keys)
+    assert main(["serve", "--model", folder, "--port=0", "--api_key_file", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert f"api_key_file is {path}: " in told
+    assert words in told
+    assert "name a file with one key" in told
+    assert "secret key" not in told
+
+
 def test_limits_on_tokens_and_memory(start):
     server = start(max_tokens=8, rows=1, memory=256)
     status, _, error = ask(server, body={"prompt": "a", "max_tokens": 9})
@@ -271,3 +399,16 @@ def test_the_command_says_what_is_wrong(folder, capsys, options, words):
 def test_a_port_in_use(folder, server, capsys):
     assert main(["serve", "--model", folder, "--port", str(server.port)]) == 2
     assert f"port {server.port} (Address already in use): name another" in capsys.readouterr().err
+
+
+def test_a_port_that_another_got_while_the_model_was_loaded(folder, capsys, monkeypatch):
+    with serve.bound("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(serve, "build", lambda *_: other.listen())
+        assert main(["serve", "--model", folder, "--port", str(port)]) == 2
+    assert f"port {port} (Address already in use): name another" in capsys.readouterr().err
+
+
+def test_a_model_is_called_as_its_folder(folder, monkeypatch):
+    monkeypatch.chdir(f"{folder}/tokenizer")
+    assert ServeConfig(model="..").name == ServeConfig(model=folder).name == "tiny"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 import depthgate as dg
+from tests.serve.test_refusals import PROMPT, ask
 
 ASKED = {"model": "tiny", "prompt": "the quick", "max_tokens": 150, "temperature": 0.9}
 
@@ -23,8 +24,7 @@ def replicas(process):
 
 
 @pytest.mark.skipif(not os.environ.get("DEPTHGATE_SLOW"), reason="half a minute of Ray: run with DEPTHGATE_SLOW=1")
-def test_a_killed_replica_loses_only_its_own_requests(folder, model):
-    pytest.importorskip("ray.serve")
+def test_a_killed_replica_loses_only_its_own_requests_and_a_signal_none(folder, model):
     command = [sys.executable, "-m", "depthgate", "serve", "--model", folder, "--port=0", "--device=cpu", "--json"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     with subprocess.Popen([*command, "--replicas=2"], env=env, text=True, stdout=subprocess.PIPE) as process:
@@ -53,7 +53,16 @@ def test_a_killed_replica_loses_only_its_own_requests(folder, model):
                 pass
             assert [said(i) for i in range(8)] == texts
             assert other in replicas(process)
+            stream = client.completions.create(**ASKED, seed=0, n=120, stream=True)  # for some seconds
+            parts = [next(stream)]
             process.send_signal(signal.SIGTERM)
+            process.port, seen = int(url.rpartition(":")[2]), {200}
+            while 503 not in seen:
+                seen.add(ask(process, "/health", method="GET")[0])
+            assert seen == {200, 503}
+            assert ask(process, body=PROMPT)[0] == 503
+            parts += stream
+            assert "".join(part.choices[0].text for part in parts if part.choices[0].index == 0) == texts[0]
             assert process.wait() == 0
         finally:
             process.kill()

@@ -1,11 +1,13 @@
 """`depthgate bench`: how fast models read and write, and the memory that they take: our runs and Hugging Face folders.
 
 Every model reads the same text with its own tokenizer into a cache, and goes on greedily. It is timed only if its
-logits with the cache are those without, in float32. Our runs are also timed on the path of the engine, if its tokens
-are the same. Timed rounds go through all models in turn, so that a drift of the machine meets all of them alike.
+logits with the cache are those without, in float32. Our runs, and what `to_decoder` takes, are also timed on the path
+of the engine, if its tokens are the same. A routed model that is alone is timed beside its dense twin. Timed rounds go
+through all models in turn, so that a drift of the machine meets all of them alike.
 """
 
 import json
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
@@ -19,16 +21,19 @@ from torch import Tensor
 from depthgate.config import BenchConfig
 from depthgate.console import print_table
 from depthgate.device import copy_rate, interleaved, machine, resolve_device
-from depthgate.errors import DepthgateError, InvalidValueError
+from depthgate.errors import DepthgateError, InvalidValueError, warn_once
 from depthgate.generation.calls import generate
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine, Request, cannot_run
 from depthgate.generation.plain import Reader
-from depthgate.hf.adapter import cast
+from depthgate.hf.adapter import HFLanguageModel, cast
+from depthgate.hf.conversion import to_dense
+from depthgate.hf.decoder_weights import to_decoder
 from depthgate.loading import LanguageModel, LoadedDecoder, open_model, text_of
 
 _CHECKED = (24, 12)  # tokens that are read, and written, to compare logits
 _TOLERANCE = 1e-3  # of the largest logit
+_SPARE = 8  # tokens that requests of the engine may have more than are timed, so that none ends
 _FIGURES = ("prefill_tokens_per_second", "decode_tokens_per_second", "memory_bytes", "kv_bytes", "bandwidth_share")
 
 
@@ -41,6 +46,14 @@ class _Cached:
         self.model, self.ours = model, isinstance(model, LoadedDecoder)
         self.net = model if self.ours else model.model
         self.room = model.context if self.ours else self.net.config.max_position_embeddings
+        self.decoder, self.no_engine = self.net, ""  # what the engine runs, or why it does not
+        try:
+            if not self.ours:
+                self.decoder = to_decoder(self.net, LoadedDecoder)
+                self.decoder.tokenizer = model.tokenizer
+            self.no_engine = cannot_run(self.decoder)
+        except DepthgateError as error:
+            self.no_engine = str(error)
 
     def read(self, ids: Tensor) -> None:
         """Read tokens (B, T) into a new cache."""
@@ -66,9 +79,12 @@ class _Cached:
 
 
 class _ByEngine(_Cached):
-    """One of our runs, on the path of the engine."""
+    """A Decoder on the path of the engine, with room for so many tokens."""
 
     path, rows, requests = "engine", 0, list[Request]()
+
+    def __init__(self, model: LoadedDecoder, room: int) -> None:
+        self.net, self.room = model, min(room, model.context)
 
     def read(self, ids: Tensor) -> None:
         new = self.room - ids.shape[1]
@@ -96,8 +112,8 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     """A row for each model, batch and context; for a wrong model, one that says so."""
     cached = {folder: _Cached(open_model(folder, device)) for folder in config.models.split(",")}
     one, *others = cached.values()
-    if not others and one.ours and {*one.net.config.kinds} != {"dense"}:
-        cached = {"dense twin": _Cached(_twin(one.net)), **cached}
+    if not others and {*one.model.kinds} != {"dense"}:
+        cached = {"dense twin": _Cached(_twin(one.model)), **cached}
     room = min(each.room for each in cached.values())
     contexts = config.numbers("context") or [max(1, min(512, room - config.new_tokens))]
     if max(contexts) + config.new_tokens > room:
@@ -111,8 +127,10 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
             rows.append({"model": folder, "error": why})
             continue
         paths[folder] = each
-        if each.ours and not cannot_run(each.net):
-            paths[f"{folder}, engine"] = _ByEngine(each.model)
+        if each.no_engine:
+            warn_once(f"{folder} is not timed on the engine: {each.no_engine}")
+        else:
+            paths[f"{folder}, engine"] = _ByEngine(each.decoder, max(contexts) + config.new_tokens + _SPARE)
             texts[f"{folder}, engine"] = texts[folder]
     rate = copy_rate(device)
     for batch, context in product(config.numbers("batch"), contexts):
@@ -133,8 +151,10 @@ def measure(config: BenchConfig, device: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _twin(model: LoadedDecoder) -> LoadedDecoder:
-    """The model with every layer dense and random weights, which take the time of any others."""
+def _twin(model: LanguageModel) -> LanguageModel:
+    """The model with every layer dense; a run's has random weights, which take the time of any others."""
+    if isinstance(model, HFLanguageModel):
+        return HFLanguageModel(to_dense(deepcopy(model.model)), model.tokenizer, model.context)
     twin = LoadedDecoder(replace(model.config, pattern="dense", first=None)).to(model.embed.weight)
     twin.tokenizer = model.tokenizer
     return twin.eval()
@@ -154,7 +174,8 @@ def _wrong(cached: _Cached, text: Tensor, config: BenchConfig) -> str:
     """The reason why a model is not timed; "" if its logits with a cache are those without, in float32, and tokens of
     the engine the same. The model is left in the dtype that is asked for."""
     dtype = next(cached.net.parameters()).dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    cast(cached.net, torch.float32)
+    for net in (cached.net, cached.decoder):
+        cast(net, torch.float32)
     ids, right, many = text[:2, : _CHECKED[0]], True, min(_CHECKED[1], config.new_tokens)
     cached.read(ids)
     for _ in range(many):
@@ -163,12 +184,13 @@ def _wrong(cached: _Cached, text: Tensor, config: BenchConfig) -> str:
         ids = torch.cat([ids, cached.logits.argmax(-1)[:, None]], 1)
         cached.step()
     why = "" if right else "logits with and without a cache differ"
-    if right and cached.ours and not cannot_run(cached.net):
-        options: dict[str, Any] = {"temperature": 0, "max_new_tokens": many}
-        plain, ours = (generate(cached.net, text[:2, : _CHECKED[0]], **options, engine=by) for by in (False, True))
-        if [each.tokens for each in plain] != [each.tokens for each in ours]:
+    if right and not cached.no_engine:
+        found = generate(cached.decoder, text[:2, : _CHECKED[0]], temperature=0, max_new_tokens=many, engine=True)
+        plain = ids[:, -many:].tolist()  # goes on where the engine ends a text
+        if any(each.tokens != row[: len(each.tokens)] for each, row in zip(found, plain, strict=True)):
             why = "tokens of the engine and of the plain path differ"
-    cast(cached.net, dtype)
+    for net in (cached.net, cached.decoder):
+        cast(net, dtype)
     return why
 
 

@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,12 @@ def run(config: ServeConfig, as_json: bool) -> int:
 
     try:
         if config.replicas is None:
-            return listen(build(config, config.keys()), address, ready)
+            from depthgate.serve.listen_uvicorn import listen
+
+            app = build(config, config.keys())
+            with named(config.host, port):
+                address.listen()  # another process may have got the port meanwhile
+            return listen(app, address, ready)
         address.close()
         return replicate(config, port, ready)
     except ImportError as error:
@@ -40,13 +46,20 @@ def run(config: ServeConfig, as_json: bool) -> int:
 
 def bound(host: str, port: int) -> socket.socket:
     """A socket with an address, which takes no connections yet."""
-    try:
+    with named(host, port):
         found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind((host, port))
+    return found
+
+
+@contextmanager
+def named(host: str, port: int) -> Iterator[None]:
+    """Have an error name the address that cannot be listened on."""
+    try:
+        yield
     except OSError as error:
         raise DepthgateError(f"cannot listen on {host}, port {port} ({error.strerror}): name another") from None
-    return found
 
 
 def build(config: ServeConfig, keys: list[bytes]) -> Any:
@@ -54,33 +67,6 @@ def build(config: ServeConfig, keys: list[bytes]) -> Any:
     from depthgate.serve.app_starlette import App
 
     return App(load_decoder(config.model).to(resolve_device(config.device)), config, keys)
-
-
-def listen(app: Any, address: socket.socket, ready: Callable[[], None]) -> int:
-    """Serve until a signal comes and all requests that were taken are answered, or a second signal; the exit code."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            ready()
-
-        def handle_exit(self, *_: Any) -> None:
-            self.force_exit = self.should_exit = app.stopping
-            app.stopping = True
-
-        async def on_tick(self, counter: int) -> bool:
-            self.should_exit |= app.stopping and not self.server_state.tasks
-            return await super().on_tick(counter)
-
-    limits: Any = {"lifespan": "off", "ws": "none", "timeout_graceful_shutdown": 5}  # seconds for the last bytes
-    limits |= {
-        "http": "h11",
-        "h11_max_incomplete_event_size": 2**16,
-    }  # bytes of a request's head; httptools has no limit
-    server = Server(uvicorn.Config(app, log_level="error", access_log=False, server_header=False, **limits))
-    server.run([address])
-    return 130 if server.force_exit else 0
 
 
 def replicate(config: ServeConfig, port: int, ready: Callable[[], None]) -> int:
@@ -95,9 +81,14 @@ def replicate(config: ServeConfig, port: int, ready: Callable[[], None]) -> int:
             """Raise where the engine has stopped: Ray then starts another replica."""
             self.app.worker.check(0)
 
+        def stop(self) -> bool:
+            """Take no further requests; true while some are worked on."""
+            self.app.stopping = True
+            return bool(self.app.worker.jobs)
+
     here, keys = replace(config, model=os.path.abspath(config.model)), config.keys()  # replicas have other folders
     ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
-    stop = threading.Event()
+    stop, now = threading.Event(), threading.Event()  # the first signal, and a second
     try:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         serve.start(http_options={"host": config.host, "port": port})
@@ -108,11 +99,13 @@ def replicate(config: ServeConfig, port: int, ready: Callable[[], None]) -> int:
             graceful_shutdown_timeout_s=config.timeout,
             ray_actor_options={"num_gpus": int(resolve_device(config.device) == "cuda")},
         )
-        serve.run(deployment.bind(), name="depthgate", route_prefix="/")
-        with handled(lambda *_: stop.set(), signal.SIGINT, signal.SIGTERM):
+        running = serve.run(deployment.bind(), name="depthgate", route_prefix="/")
+        with handled(lambda *_: (now if stop.is_set() else stop).set(), signal.SIGINT, signal.SIGTERM):
             ready()
             stop.wait()
+            while True in running.broadcast("stop").results(return_exceptions=True) and not now.wait(0.2):
+                pass  # without their route, new requests would get 404
     finally:
-        serve.delete("depthgate")  # and nothing else that may run on the cluster
+        serve.delete("depthgate", _blocking=not now.is_set())  # and nothing else that may run on the cluster
         ray.shutdown()
-    return 0
+    return 130 if now.is_set() else 0

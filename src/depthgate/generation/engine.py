@@ -13,11 +13,12 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from depthgate.errors import InvalidValueError, check_count
+from depthgate.errors import InvalidValueError, TooLongError, check_count
 from depthgate.generation.batch import TRASH, Batch, Taken, Unread
 from depthgate.generation.config import Sampling
 from depthgate.generation.plain import tokens_at_once
@@ -38,7 +39,7 @@ class Request(Writing):
     def __init__(self, number: int, result: Generation, model: Decoder, sampling: Sampling, top: int | None) -> None:
         super().__init__(number, result, model, sampling)
         self.top, self.seed = top, sampling.seeds(1)[0]
-        self.owner: object = self  # who asked for it
+        self.owners: tuple[object, ...] = (self,)  # who asked for it: a client, what it asked for
         self.row: int | None = None
         self.fault: Exception | None = None  # why it ended with "error"
         self.pages: list[list[int]] = []  # of each group of layers: all that every token goes through, each routed one
@@ -86,6 +87,8 @@ class Engine:
         self._queue, self._cancelled = deque[Request](), deque[Request]()
         self._reading: tuple[list[Request], Unread] | None = None
         self._active: list[Request] = []  # by row
+        self._lately = deque[tuple[object, ...]](maxlen=_MOST_ROWS)  # owners of those that were let in last
+        self._lately = deque[tuple[object, ...]](maxlen=_MOST_ROWS)  # owners of those that were let in last
         self._flying: deque[tuple[list[Request], Taken]] = deque()  # steps that were begun, and not read yet
         self._lock, self._count = threading.Lock(), 0
 
@@ -115,9 +118,11 @@ class Engine:
         check_stops(self.model, sampling)
         return self.add(result, sampling, logprobs)
 
-    def add(self, result: Generation, sampling: Sampling, logprobs: int | None = None, owner: object = None) -> Request:
+    def add(
+        self, result: Generation, sampling: Sampling, logprobs: int | None = None, owners: tuple[object, ...] = ()
+    ) -> Request:
         """`submit` a prompt that was read, whose result is to be filled. The first that waits of the owner with the
-        fewest that run comes next."""
+        fewest that run or ran lately comes next; where owners have as many, their next owners decide."""
         if sampling.beams > 1:
             raise InvalidValueError(f"beams is {sampling.beams}: an engine samples; search with dg.generate")
         if logprobs is not None:
@@ -125,9 +130,9 @@ class Engine:
         with self._lock:
             request = Request(self._count, result, self.model, sampling, logprobs)
             self._count += 1
-        request.owner = owner or request
+        request.owners = owners or request.owners
         if len(request.ids) + request.most > self.most:
-            raise InvalidValueError(
+            raise TooLongError(
                 f"the prompt has {len(request.ids)} tokens and may grow by {request.most}, and there is memory for "
                 f"{self.most}: lower max_new_tokens, or give the engine more memory"
             )
@@ -190,9 +195,10 @@ class Engine:
         of them where nothing else would wait meanwhile."""
         taken: list[Request] = []
         longest, most = 0, self.chunk * (1 if self._active else _CHUNKS)
-        groups, running = 1 + len(self.model.config.routed), Counter(id(each.owner) for each in self._active)
+        groups, owners = 1 + len(self.model.config.routed), [*self._lately, *(each.owners for each in self._active)]
+        served = Counter(chain.from_iterable(owners))
         while self._queue and len(self._active) + len(taken) < self.rows:
-            request = self._next(running)
+            request = self._next(served)
             size = len(request.ids)
             longest, need = max(longest, size), self._pages(size + 1)
             several = longest <= self.chunk and (len(taken) + 1) * longest <= most
@@ -201,18 +207,19 @@ class Engine:
             if need > len(self._free[0]) or need * (groups - 1) > len(self._free[1]):
                 break
             self._queue.remove(request)
-            running[id(request.owner)] += 1
+            self._lately.append(request.owners)
+            served.update(request.owners)
             request.lengths = [0] * groups
             request.pages = [[self._free[group > 0].pop() for _ in range(need)] for group in range(groups)]
             taken.append(request)
         return (taken, self.prompts.unread(len(taken))) if taken else None
 
-    def _next(self, running: Counter[int]) -> Request:
+    def _next(self, served: Counter[object]) -> Request:
         """The request of the queue that comes next: one that was sent back, which stands first, or of the owner who has
-        the fewest that run."""
+        the fewest that run or ran lately."""
         queue = self._queue.copy()
-        idle = (each for each in queue if each.result.depths or not running[id(each.owner)])
-        return next(idle, None) or min(queue, key=lambda each: running[id(each.owner)])
+        idle = (each for each in queue if each.result.depths or not served[each.owners[0]])
+        return next(idle, None) or min(queue, key=lambda each: [served[owner] for owner in each.owners])
 
     def _begin(self, requests: Sequence[Request], logits: Tensor, state: Unread) -> Iterator[Event]:
         """Give rows to requests that were read, pick their first tokens, and take back pages that nothing entered."""

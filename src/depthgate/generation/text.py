@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from depthgate.data.tokenizer import MOST_IDS, TextTokenizer
-from depthgate.errors import InvalidValueError, check_count
+from depthgate.errors import InvalidValueError, TooLongError, check_count
 from depthgate.generation.config import Sampling
 from depthgate.model import Decoder
 
@@ -94,7 +94,7 @@ def _read_prompt(model: Decoder, prompt: Any) -> Generation:
     if not ids:
         raise InvalidValueError("a prompt is empty: give at least one token")
     if len(ids) >= context:
-        raise InvalidValueError(f"a prompt has {len(ids)} tokens, and the model's context is {context}: shorten it")
+        raise TooLongError(f"a prompt has {len(ids)} tokens, and the model's context is {context}: shorten it")
     if not all(type(i) is int and 0 <= i < model.config.vocab for i in ids):  # one by one takes longer
         ids = [check_count(i, "a token id of a prompt", 0, model.config.vocab - 1) for i in ids]
     return Generation(tokenizer.decode(ids) if text is None else text, list(ids))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine, Request
 from depthgate.generation.text import Event
@@ -41,6 +41,7 @@ class Manager:
         self._wanted: dict[int, tuple[Request, GenerationOutput, list[int], bool]] = {}  # with ends, and if it streams
         self._handlers: dict[str, Callable[[GenerationOutput], object]] = {}
         self._outputs: list[GenerationOutput] = []  # that were not asked for yet
+        self._refused = 0
         self._news, self._open = threading.Condition(), False  # the first guards all of this
         self._thread = threading.Thread(target=self._run, name="depthgate engine", daemon=True)
 
@@ -81,7 +82,18 @@ class Manager:
         return str(output.request_id)
 
     def add_requests(self, inputs: Iterable[Sequence[int]], **options: Any) -> list[str]:
-        return [self.add_request(ids, **options) for ids in inputs]
+        """Add prompts to the queue; one that is refused has an output that says why, and the others go on."""
+        return [self._added(ids, options) for ids in inputs]
+
+    def _added(self, ids: Sequence[int], options: dict[str, Any]) -> str:
+        try:
+            return self.add_request(ids, **options)
+        except InvalidValueError as error:
+            with self._news:
+                self._refused += 1
+                name = f"refused_{self._refused}"
+                self._send(GenerationOutput(name, [*ids], error=str(error), status=RequestStatus.FAILED))
+            return name
 
     def cancel_request(self, request_id: str) -> None:
         with self._news:

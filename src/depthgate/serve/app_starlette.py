@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, TooLongError
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Engine
 from depthgate.generation.text import Generation, read_prompts
@@ -35,7 +35,8 @@ class App(Starlette):
         self.model, self.config, self.keys = model, config, keys
         self.template = find_template(config.model)
         self.engine = Engine(model, rows=config.rows, memory=config.memory)
-        self.worker = Worker(self.engine, config.rows + config.queue, config.timeout)
+        most, share = config.rows + config.queue, config.rows + config.queue // 2
+        self.worker = Worker(self.engine, most, share, config.timeout)
         self.stopping = False  # no new requests
         self.card = {"id": config.name, "object": "model", "created": int(time.time()), "owned_by": "depthgate"}
         posts = [Route(f"/v1/{name}", self.complete, methods=["POST"]) for name in ("completions", "chat/completions")]
@@ -80,21 +81,30 @@ class App(Starlette):
 
     async def complete(self, request: Request) -> ASGIApp:
         """Continue prompts or a conversation."""
-        self._admit(request)
+        client = self._admit(request)
         arrived = asyncio.get_running_loop().time()
         body = await self._body(request, arrived + self.config.timeout)
         asked = read(body, request.scope["path"].startswith("/v1/chat"))
         self._check_model(asked["model"])
-        job = self.worker.submit(*await asyncio.to_thread(self._wanted, asked), asked["logprobs"], arrived)
+        try:
+            wanted = await asyncio.to_thread(self._wanted, asked, client)
+            job = self.worker.submit(*wanted, asked["logprobs"], arrived, client)
+        except RequestError:
+            raise
+        except DepthgateError as error:
+            code = "context_length_exceeded" if isinstance(error, TooLongError) else None
+            raise RequestError(400, str(error), "messages" if "messages" in asked else "prompt", code) from None
         return partial(_reply, job, Answer(asked, [*job.requests.values()], self.model, self.config.name))
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request) -> object:
+        """The client: the key that is shown, or where there are no keys, the address."""
         scheme, _, key = request.headers.get("authorization", "").encode("latin-1").partition(b" ")
         shown = key.strip() if scheme.lower() == b"bearer" else b""
         if self.keys and not any(secrets.compare_digest(shown, key) for key in self.keys):
             raise RequestError(401, "the key is wrong: send Authorization: Bearer KEY", code="invalid_api_key")
         if self.stopping:
             raise RequestError(503, "the server is stopping: ask another one")
+        return shown if self.keys else request.client and request.client.host
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.config.name:
@@ -116,7 +126,7 @@ class App(Starlette):
             raise RequestError(408, "the request came too slowly: send it again") from None
         return bytes(body)
 
-    def _wanted(self, asked: dict[str, Any]) -> tuple[list[Generation], list[Sampling]]:
+    def _wanted(self, asked: dict[str, Any], client: object) -> tuple[list[Generation], list[Sampling]]:
         """Prompts, and the options of the continuations of each, whose seeds follow each other. Unless told, a
         completion has 16 tokens, and the answer in a chat as many as there is room for."""
         most, chat = self.config.max_tokens or self.engine.most, "messages" in asked
@@ -124,7 +134,7 @@ class App(Starlette):
             raise RequestError(400, f"max_tokens is {asked['max_tokens']}: ask for at most {most}", "max_tokens")
         given = [encode_chat(self.template, asked["messages"])] if chat else asked["prompt"]
         several = isinstance(given, list) and any(isinstance(each, str | list) for each in given)
-        self.worker.check((len(given) if several else 1) * asked["n"])  # before tokens are made of them
+        self.worker.check((len(given) if several else 1) * asked["n"], client)  # before tokens are made of them
         prompts = read_prompts(self.model, given)
         usual = max(1, self.engine.most - len(prompts[0].prompt_tokens)) if chat else 16
         seed, length = asked.get("seed", secrets.randbits(62)), asked["max_tokens"] or min(most, usual)
@@ -152,7 +162,9 @@ async def _reply(job: Job, answer: Answer, scope: Scope, receive: Receive, send:
                 whole = {**answer.head, "choices": [*answer.choices(told)], "usage": answer.usage()}
                 await _json(whole)(scope, receive, send)
     except TimeoutError:  # the client does not read
-        pass
+        if cut := scope.get("state", {}).get("cut"):
+            cut()
+            await watching  # until the server knows
     finally:
         watching.cancel()
         job.close()
@@ -179,7 +191,9 @@ def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | No
 
 def _refused(_: Request, error: Exception) -> Response:
     """An error in the form that OpenAI's clients know."""
+    headers: Any = getattr(error, "headers", None)  # of 405: Allow
     if not isinstance(error, RequestError):
         status = 499 if isinstance(error, ClientDisconnect) else 400 if isinstance(error, DepthgateError) else 500
-        error = RequestError(getattr(error, "status_code", status), str(error) or type(error).__name__)
-    return _json(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else None)
+        said = getattr(error, "detail", str(error)) or type(error).__name__
+        error = RequestError(getattr(error, "status_code", status), said)
+    return _json(error.body, error.status, {"Retry-After": "1"} if error.status in (429, 503) else headers)

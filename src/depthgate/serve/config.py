@@ -1,5 +1,6 @@
 """Options of `depthgate serve`. Imports no torch."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,14 +28,21 @@ class ServeConfig(Options):
     @property
     def name(self) -> str:
         """The name that clients call the model by: that of its folder."""
-        return Path(self.model).absolute().name
+        return os.path.basename(os.path.abspath(self.model))
 
     def keys(self) -> list[bytes]:
         """The keys that open the server; none: it is open."""
         if self.api_key_file is None:
             return []
-        path = Path(self.api_key_file)
-        found = path.read_bytes().split() if path.exists() else []
-        if not found:
-            raise InvalidValueError(f"api_key_file is {path}: it has no keys; name a file with one on each line")
-        return found
+        wrong = ""
+        try:
+            text = Path(self.api_key_file).read_text("utf-8-sig")
+            found = [line.strip() for line in text.split("\n") if line.strip()]
+            if not found or any(len(key.split()) > 1 for key in found):  # lines are not shown: they are secret
+                wrong = "a line of it has a space between words" if found else "it has no keys"
+        except (OSError, ValueError) as error:
+            wrong = f"it cannot be read as text in UTF-8 ({error})"
+        if wrong:
+            what = f"api_key_file is {self.api_key_file}: {wrong}"
+            raise InvalidValueError(f"{what}; name a file with one key, without spaces, on each line")
+        return [key.encode() for key in found]

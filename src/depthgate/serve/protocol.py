@@ -13,7 +13,7 @@ from typing import Any
 
 from depthgate.checkpoint.store import TOKENIZER
 from depthgate.data.sources import utf8
-from depthgate.errors import DepthgateError, InvalidValueError, check_count
+from depthgate.errors import DepthgateError, InvalidValueError, check_count, show
 from depthgate.flops import sequence_flops
 from depthgate.generation.config import Sampling
 from depthgate.generation.engine import Request
@@ -36,13 +36,51 @@ class RequestError(DepthgateError):
 
 def _check_kind(value: Any, name: str, kind: Any, what: str) -> None:
     if not isinstance(value, kind):
-        raise InvalidValueError(f"{name} is {value!r:.60}: it must be {what}")
+        raise InvalidValueError(f"{name} is {show(value, _json)}: it must be {what}")
 
 
 def _check_among(value: Any, name: str, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         known = " or ".join(map(json.dumps, allowed))
-        raise InvalidValueError(f"{name} is {value!r:.60}, which is not supported: give {known}, or leave it out")
+        what = f"{name} is {show(value, _json)}, which is not supported"
+        raise InvalidValueError(f"{what}: give {known}, or leave it out")
+
+
+def _check_as_json(check: "Check", value: Any, name: str) -> None:
+    """Make a check whose error quotes a value as Python does, and quote it as it came."""
+    try:
+        check(value, name)
+    except InvalidValueError as error:
+        quoted = f" is {show(value, _json)}"
+        raise InvalidValueError(str(error).replace(f" is {show(value)}", quoted, 1)) from None
+
+
+def _check_stream_options(given: Any, name: str) -> None:
+    _check_kind(given, name, dict, "an object")
+    known = {"include_usage": (True, False), "include_obfuscation": (False,)}
+    for option, value in given.items():
+        _check_among(option, f"a name in {name}", tuple(known))
+        _check_among(value, f"{name}.{option}", known[option])
+
+
+def _check_messages(given: Any, name: str) -> None:
+    _check_kind(given, name, list, "a list of messages")
+    if not given:
+        raise InvalidValueError(f"{name} is []: give at least one")
+    for i, message in enumerate(given):
+        _check_kind(message, f"{name}[{i}]", dict, "an object with a role and a content")
+        said = {field: value for field, value in message.items() if value is not None}
+        for field in dict.fromkeys((*said, "role", "content")):
+            here, value = f"{name}[{i}].{field[:60]}", said.get(field)
+            if field not in ("role", "content", "name"):
+                raise InvalidValueError(f"{here} is not supported: leave it out")
+            parts = value if field == "content" and isinstance(value, list) else []
+            if not parts:
+                _check_kind(value, here, str, "text" if field != "content" else "text, or a list of parts of text")
+            for n, part in enumerate(parts):
+                _check_kind(part, f"{here}[{n}]", dict, "an object with a type and a text")
+                _check_among(part.get("type"), f"{here}[{n}].type", ("text",))
+                _text(part.get("text"), f"{here}[{n}].text")
 
 
 def _check_stop(stop: Any, name: str) -> None:
@@ -57,8 +95,16 @@ _SAMPLING: dict[str, Check] = {each.name: each.metadata["check"] for each in fie
 _FILTERS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NOT_DONE = {  # what is taken at the value that asks for nothing
     **{"frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "best_of": 1, "echo": False, "suffix": ""},
-    **{"tools": [], "response_format": {"type": "text"}},
+    **{
+        "tools": [],
+        "tool_choice": "none",
+        "functions": [],
+        "function_call": "none",
+        "response_format": {"type": "text"},
+    },
+    **{"modalities": ["text"], "store": False, "metadata": {}},
 }
+_json = partial(json.dumps, ensure_ascii=False)
 _text = partial(_check_kind, kind=str, what="text")
 _flag = partial(_check_kind, kind=bool, what="true or false")
 _BOTH: dict[str, Check] = {
@@ -71,14 +117,16 @@ _BOTH: dict[str, Check] = {
     "seed": partial(check_count, minimum=0, maximum=2**63 - 1),
     "n": partial(check_count, maximum=128),
     "stream": _flag,
-    "stream_options": partial(_check_among, allowed=({"include_usage": True}, {"include_usage": False}, {})),
+    "stream_options": _check_stream_options,
+    "parallel_tool_calls": _flag,  # of which there are none
+    "service_tier": partial(_check_among, allowed=("auto", "default")),
 }
 COMPLETION = _BOTH | {
     "prompt": partial(_check_kind, kind=str | list, what="text, token ids, or a list of either"),
     "logprobs": partial(check_count, minimum=0, maximum=5),
 }
 CHAT = _BOTH | {
-    "messages": partial(_check_kind, kind=list, what="a list of messages"),
+    "messages": _check_messages,
     "max_completion_tokens": _BOTH["max_tokens"],
     "logprobs": _flag,
     "top_logprobs": partial(check_count, minimum=0, maximum=20),
@@ -96,7 +144,7 @@ def read(body: bytes, chat: bool) -> dict[str, Any]:
             if name not in known:
                 raise InvalidValueError(f"{name!r:.60} is not a known parameter: leave it out")
             if value is not None:
-                known[name](value, name)
+                _check_as_json(known[name], value, name)
     except InvalidValueError as error:
         raise RequestError(400, str(error), name and name[:60]) from None
     except (ValueError, RecursionError) as error:
@@ -108,6 +156,8 @@ def read(body: bytes, chat: bool) -> dict[str, Any]:
     asked["sampling"] = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
     if chat:  # has other names for these
         asked["max_tokens"] = asked.get("max_completion_tokens", asked["max_tokens"])
+        if "top_logprobs" in asked and not asked["logprobs"]:
+            raise RequestError(400, "top_logprobs needs logprobs: give true for it, too", "top_logprobs")
         asked["logprobs"] = asked.get("top_logprobs", 0 if asked["logprobs"] else None)
     return asked
 
@@ -124,7 +174,7 @@ def find_template(model: str) -> Any:
     return None
 
 
-def encode_chat(tokenizer: Any, messages: list[Any]) -> list[int]:
+def encode_chat(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     """The ids of a conversation, to be continued by the model's answer. Special tokens are those of the template: where
     somebody's words spell one, they stay words."""
     if getattr(tokenizer, "chat_template", None) is None:
@@ -132,19 +182,17 @@ def encode_chat(tokenizer: Any, messages: list[Any]) -> list[int]:
     mark = secrets.token_hex(16)  # cuts such words in two
     special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
 
-    def words(content: Any) -> str:
+    def words(content: str | list[dict[str, str]]) -> str:
         text = content if isinstance(content, str) else "".join(part["text"] for part in content)
         for token in special:
             text = text.replace(token, token[:1] + mark + token[1:])
         return text
 
+    told = [{name: words(said) for name, said in each.items() if said is not None} for each in messages]
     try:
-        told = [{name: words(content) for name, content in message.items()} for message in messages]
-        if not told or any(not {"role", "content"} <= each.keys() <= {"role", "content", "name"} for each in told):
-            raise InvalidValueError("a message has a role and a content")
         text = tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates refuse conversations in words of their own
-        what = f"messages are not a conversation of texts that the chat template takes: {str(error)[:200]}"
+        what = f"messages are not a conversation that the chat template takes: {str(error)[:200]}"
         raise RequestError(400, what, "messages") from None
     parts = [utf8(part, "a message").decode() for part in text.split(mark)]
     found = tokenizer.backend_tokenizer.encode_batch_fast(parts, add_special_tokens=False)

@@ -19,8 +19,9 @@ _SECONDS = ("0.001", "0.0025", "0.005", "0.01", "0.025", "0.05", "0.1", "0.25", 
 class Job:
     """The continuations that one client waits for."""
 
-    def __init__(self, worker: "Worker", arrived: float) -> None:
-        self.worker, self.arrived, self.deadline = worker, arrived, arrived + worker.timeout
+    def __init__(self, worker: "Worker", arrived: float, client: object) -> None:
+        self.worker, self.client, self.arrived = worker, client, arrived
+        self.deadline = arrived + worker.timeout
         self.requests: dict[int, Request] = {}
         self.told: dict[int, float] = {}  # when the last token of each came
         self.unread: asyncio.Queue[Event | RequestError] = asyncio.Queue()
@@ -56,32 +57,35 @@ class Job:
 class Worker:
     """An engine, which turns in a thread of its own while there is something to do."""
 
-    def __init__(self, engine: Engine, most: int, timeout: float) -> None:
-        """most: sequences that may run and wait. timeout: seconds that a job may take."""
-        self.engine, self.most, self.timeout = engine, most, timeout
+    def __init__(self, engine: Engine, most: int, share: int, timeout: float) -> None:
+        """most: sequences that may run and wait; share: those of one client. timeout: seconds that a job may take."""
+        self.engine, self.most, self.share, self.timeout = engine, most, share, timeout
         self.metrics: defaultdict[str, float] = defaultdict(float)  # by their names in Prometheus' text format
         self.failed: str | None = None  # why the engine has stopped
         self.jobs: dict[int, Job] = {}  # by the numbers of their requests
         self._thread = ThreadPoolExecutor(1, "depthgate engine")
         self._turning: asyncio.Task[None] | None = None
 
-    def check(self, wanted: int) -> None:
-        """Raise an error if there is not room for this many more continuations."""
+    def check(self, wanted: int, client: object = None) -> None:
+        """Raise an error if there is not room for this many more continuations, in all or of a client."""
         if self.failed is not None:
             raise RequestError(503, f"the engine has stopped ({self.failed}): restart the server")
-        if wanted > self.most:
-            raise RequestError(400, f"{wanted} sequences are too many: ask for at most {self.most} at a time")
-        if len(self.jobs) + wanted > self.most:
+        if wanted > self.share:
+            raise RequestError(400, f"{wanted} sequences are too many: ask for at most {self.share} at a time")
+        jobs = [*self.jobs.values()]  # as of now: another thread may change them
+        if len(jobs) + wanted > self.most or sum(job.client == client for job in jobs) + wanted > self.share:
             raise RequestError(429, "too many sequences are waiting: try again later", code="queue_full")
 
-    def submit(self, prompts: list[Generation], samplings: list[Sampling], top: int | None, arrived: float) -> Job:
+    def submit(
+        self, prompts: list[Generation], samplings: list[Sampling], top: int | None, arrived: float, client: object
+    ) -> Job:
         """A job that continues each prompt with each of the options; all of it is taken, or nothing."""
-        self.check(len(prompts) * len(samplings))
-        job = Job(self, arrived)
+        self.check(len(prompts) * len(samplings), client)
+        job = Job(self, arrived, client)
         try:
             for prompt, sampling in product(prompts, samplings):
                 result = Generation(prompt.prompt, prompt.prompt_tokens)
-                request = self.engine.add(result, sampling, top, owner=job)
+                request = self.engine.add(result, sampling, top, owners=(client, job))
                 job.requests[request.number], self.jobs[request.number] = request, job
         except Exception:
             job.close()
