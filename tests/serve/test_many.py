@@ -135,6 +135,28 @@ def test_clients_take_turns_and_none_fills_the_queue(start, tmp_path, how):
     assert sorted(order) == ["one"] * 3 + ["two"] * 2
 
 
+def test_a_client_whose_rows_others_have_does_not_fill_the_queue(start, tmp_path):
+    (tmp_path / "keys").write_text("a\nb\nc\n")
+    server = start(rows=4, queue=8, api_key_file=str(tmp_path / "keys"))
+    answers = []
+    four = {**PROMPT, "n": 4}
+
+    def wait(key):
+        before, headers = len(server.app.worker.jobs), {"Authorization": f"Bearer {key}"}
+        asked = threading.Thread(target=lambda: answers.append(ask(server, body=four, **headers)[0]))
+        asked.start()
+        until(lambda: len(server.app.worker.jobs) == before + 4)
+        return asked
+
+    with server.held():
+        waiting = [wait("a"), wait("b")]  # the first has all rows
+        assert ask(server, body=PROMPT, Authorization="Bearer b")[0] == 429
+        waiting.append(wait("c"))
+    for each in waiting:
+        each.join()
+    assert answers == [200] * 3
+
+
 def test_time_is_limited(start):
     server = start(timeout=0.2)
     with server.held():

@@ -129,7 +129,7 @@ def test_wrong_completions(server, given, param, words):
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": 1, "content": "a"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"id": "a"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "<|endoftext|>" * 50_000}]}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -231,11 +231,24 @@ def test_neutral_values_of_what_is_not_done_are_taken(server):
     tools = {"tools": [], "tool_choice": "none", "functions": [], "function_call": "none", "parallel_tool_calls": True}
     others = {"store": False, "modalities": ["text"], "service_tier": "auto", "metadata": {}}
     stream = {"stream_options": {"include_usage": False, "include_obfuscation": False}}
-    assert ask(server, "/v1/chat/completions", {**CHAT, **tools, **others, **stream})[0] == 200
+    said = {"role": "assistant", "content": "b", "annotations": [], "tool_calls": [], "refusal": None}
+    talk = {"messages": [*CHAT["messages"], said, *CHAT["messages"]], "prediction": None, "top_logprobs": 0}
+    assert ask(server, "/v1/chat/completions", {**CHAT, **tools, **others, **stream, **talk})[0] == 200
     for name, value in {"store": True, "tool_choice": "auto", "service_tier": "flex", "metadata": {"a": "b"}}.items():
         status, _, error = ask(server, "/v1/chat/completions", {**CHAT, name: value})
         assert (status, error["param"]) == (400, name)
         assert f"{name} is {json.dumps(value)}, which is not supported" in error["message"]
+
+
+def test_a_body_that_goes_wrong_after_its_answer_is_cut_off_without_a_word(server, caplog):
+    with socket.create_connection(("127.0.0.1", server.port)) as line:
+        line.sendall(b"POST /v1/nope HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert b"404" in line.recv(1000)
+        line.sendall(b"zz\r\n")
+        while not cut_off(line):  # after the rest of the answer
+            pass
+    assert ask(server, "/health", method="GET")[0] == 200
+    assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
 def test_unknown_models_places_and_methods(server):
@@ -278,12 +291,12 @@ def test_a_body_that_does_not_end_is_given_up(start):
 
 
 def test_keys(start, tmp_path):
-    (tmp_path / "keys").write_text("one\n\n two \n")
+    (tmp_path / "keys").write_text("one\n\n two \n#three\n# a comment\n")
     server = start(api_key_file=str(tmp_path / "keys"))
     for key in ("one", "two"):
         assert [each.id for each in server.client(key=key).models.list()] == ["tiny"]
         assert server.client(key=key).completions.create(model="tiny", prompt="a", max_tokens=1).choices
-    for key in ("three", "on", "one two", "önë"):
+    for key in ("three", "#three", "on", "one two", "önë"):
         for path, method in (("/v1/completions", "POST"), ("/v1/models", "GET")):
             status, _, error = ask(server, path, b"{", method, Authorization=f"Bearer {key}".encode())
             assert (status, error["code"], error["type"]) == (401, "invalid_api_key", "authentication_error")

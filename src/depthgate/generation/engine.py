@@ -88,7 +88,6 @@ class Engine:
         self._reading: tuple[list[Request], Unread] | None = None
         self._active: list[Request] = []  # by row
         self._lately = deque[tuple[object, ...]](maxlen=_MOST_ROWS)  # owners of those that were let in last
-        self._lately = deque[tuple[object, ...]](maxlen=_MOST_ROWS)  # owners of those that were let in last
         self._flying: deque[tuple[list[Request], Taken]] = deque()  # steps that were begun, and not read yet
         self._lock, self._count = threading.Lock(), 0
 

@@ -35,8 +35,7 @@ class App(Starlette):
         self.model, self.config, self.keys = model, config, keys
         self.template = find_template(config.model)
         self.engine = Engine(model, rows=config.rows, memory=config.memory)
-        most, share = config.rows + config.queue, config.rows + config.queue // 2
-        self.worker = Worker(self.engine, most, share, config.timeout)
+        self.worker = Worker(self.engine, config.queue, config.timeout)
         self.stopping = False  # no new requests
         self.card = {"id": config.name, "object": "model", "created": int(time.time()), "owned_by": "depthgate"}
         posts = [Route(f"/v1/{name}", self.complete, methods=["POST"]) for name in ("completions", "chat/completions")]

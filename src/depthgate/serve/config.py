@@ -15,7 +15,9 @@ class ServeConfig(Options):
     model: str = required("folder of a run, of one of its checkpoints, or of a Hugging Face model")
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all of this machine's")
     port: int = count(8000, "port to listen on; 0: a free one, which is printed", minimum=0, maximum=65535)
-    api_key_file: str | None = option(None, "file of keys, one a line, of which clients must show one")
+    api_key_file: str | None = option(
+        None, "file of keys, one a line (# begins a comment), of which clients must show one"
+    )
     device: str = choice("auto", DEVICES, "cpu, cuda, or auto")
     rows: int = count(64, "sequences decoded at once", maximum=2**16)
     memory: int | None = count(None, "tokens whose keys and values are held; unless given, half of the free memory")
@@ -37,7 +39,7 @@ class ServeConfig(Options):
         wrong = ""
         try:
             text = Path(self.api_key_file).read_text("utf-8-sig")
-            found = [line.strip() for line in text.split("\n") if line.strip()]
+            found = [key for line in text.split("\n") if (key := line.strip()) and key[0] != "#"]  # a comment
             if not found or any(len(key.split()) > 1 for key in found):  # lines are not shown: they are secret
                 wrong = "a line of it has a space between words" if found else "it has no keys"
         except (OSError, ValueError) as error:

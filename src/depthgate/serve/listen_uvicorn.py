@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -27,7 +28,10 @@ class Line(H11Protocol):
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)  # stops the timer of uvicorn
+        try:
+            super().data_received(data)  # stops the timer of uvicorn
+        except h11.LocalProtocolError:  # a body that goes wrong after its answer
+            self.transport.abort()
         self._wait()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -69,7 +69,7 @@ def _check_messages(given: Any, name: str) -> None:
         raise InvalidValueError(f"{name} is []: give at least one")
     for i, message in enumerate(given):
         _check_kind(message, f"{name}[{i}]", dict, "an object with a role and a content")
-        said = {field: value for field, value in message.items() if value is not None}
+        said = {f: value for f, value in message.items() if value is not None and (value != [] or f == "content")}
         for field in dict.fromkeys((*said, "role", "content")):
             here, value = f"{name}[{i}].{field[:60]}", said.get(field)
             if field not in ("role", "content", "name"):
@@ -140,25 +140,24 @@ def read(body: bytes, chat: bool) -> dict[str, Any]:
     try:
         given = json.loads(body.decode())
         _check_kind(given, "the body", dict, "a JSON object")
+        given = {name: value for name, value in given.items() if value is not None}
         for name, value in given.items():
             if name not in known:
                 raise InvalidValueError(f"{name!r:.60} is not a known parameter: leave it out")
-            if value is not None:
-                _check_as_json(known[name], value, name)
+            _check_as_json(known[name], value, name)
     except InvalidValueError as error:
         raise RequestError(400, str(error), name and name[:60]) from None
     except (ValueError, RecursionError) as error:
         raise RequestError(400, f"the body is not JSON in UTF-8: {str(error)[:200]}") from None
-    if given.get(needed) is None:
+    if needed not in given:
         raise RequestError(400, f"{needed} is missing: give some", needed)
-    asked: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "logprobs")) | {"n": 1, "stream": False}
-    asked |= {name: value for name, value in given.items() if value is not None}
+    asked: dict[str, Any] = dict.fromkeys(("model", "max_tokens", "logprobs")) | {"n": 1, "stream": False} | given
     asked["sampling"] = {name: asked[name] for name in (*_FILTERS, "stop") if name in asked}
     if chat:  # has other names for these
         asked["max_tokens"] = asked.get("max_completion_tokens", asked["max_tokens"])
-        if "top_logprobs" in asked and not asked["logprobs"]:
+        if asked.get("top_logprobs") and not asked["logprobs"]:
             raise RequestError(400, "top_logprobs needs logprobs: give true for it, too", "top_logprobs")
-        asked["logprobs"] = asked.get("top_logprobs", 0 if asked["logprobs"] else None)
+        asked["logprobs"] = asked.get("top_logprobs", 0) if asked["logprobs"] else None
     return asked
 
 

@@ -57,9 +57,9 @@ class Job:
 class Worker:
     """An engine, which turns in a thread of its own while there is something to do."""
 
-    def __init__(self, engine: Engine, most: int, share: int, timeout: float) -> None:
-        """most: sequences that may run and wait; share: those of one client. timeout: seconds that a job may take."""
-        self.engine, self.most, self.share, self.timeout = engine, most, share, timeout
+    def __init__(self, engine: Engine, queue: int, timeout: float) -> None:
+        """queue: sequences that may wait, half of them of one client. timeout: seconds that a job may take."""
+        self.engine, self.queue, self.timeout = engine, queue, timeout
         self.metrics: defaultdict[str, float] = defaultdict(float)  # by their names in Prometheus' text format
         self.failed: str | None = None  # why the engine has stopped
         self.jobs: dict[int, Job] = {}  # by the numbers of their requests
@@ -70,10 +70,13 @@ class Worker:
         """Raise an error if there is not room for this many more continuations, in all or of a client."""
         if self.failed is not None:
             raise RequestError(503, f"the engine has stopped ({self.failed}): restart the server")
-        if wanted > self.share:
-            raise RequestError(400, f"{wanted} sequences are too many: ask for at most {self.share} at a time")
+        rows, half = self.engine.rows, (self.queue + 1) // 2
+        if wanted > rows + half:
+            raise RequestError(400, f"{wanted} sequences are too many: ask for at most {rows + half} at a time")
         jobs = [*self.jobs.values()]  # as of now: another thread may change them
-        if len(jobs) + wanted > self.most or sum(job.client == client for job in jobs) + wanted > self.share:
+        mine = sum(job.client == client for job in jobs)
+        left = max(0, rows - (len(jobs) - mine)) + half  # places that others do not have
+        if len(jobs) + wanted > rows + self.queue or mine + wanted > left:
             raise RequestError(429, "too many sequences are waiting: try again later", code="queue_full")
 
     def submit(
