@@ -2,7 +2,7 @@
 
 Logits are cosines times a scale of at most `MOST`, so exp(logit - scale) neither overflows nor vanishes in fp32, and
 one such matrix serves the softmax over tokens as well as that over slots, and it alone is kept for the backward pass. A
-mean makes its probabilities anew when it needs them: there are fewer slots than values of a token, and so nothing but
+mean makes its probabilities again when it needs them: there are fewer slots than values of a token, and so nothing but
 products and one sum goes over the tokens, and nothing writes them in float32.
 
 Twins: `reference.soft_exponentials` and `reference.weighted_means`.
