@@ -67,6 +67,9 @@ class Step:
         self.task, self.optimizers, self.config, self.world = task, optimizers, config, world
         self.graph = all(optimizer.defaults.get("capturable", False) for optimizer in optimizers)
         self._thresholds = [module for module in task.model.modules() if isinstance(module, Threshold)]
+        self._move = self._move_thresholds
+        if config.compile and world.size == 1:  # many small operations, which take longer than they compute
+            self._move = torch.compile(self._move, dynamic=False)
         self._replay: Callable[[Rows], Tensor] | None = None
 
     def set_capacity(self, capacity: float) -> None:
@@ -121,7 +124,7 @@ class Step:
         for optimizer in self.optimizers:
             apply(optimizer, good, norm, config.clip)
         if self._thresholds and seen[0]:
-            self._move_thresholds(seen, good)
+            self._move(seen, good)
         means = [torch.stack(layer).mean() for layer in zip(*shares, strict=True)]
         means = [world.sum(mean) / world.size for mean in means] if world.size > 1 else means
         return torch.stack([loss, norm, *means])
