@@ -9,7 +9,7 @@ from depthgate.options import DEVICES, Options, choice, count, number, option, p
 KINDS = ("dense", "mod", "moe", "mode", "mode_staged", "random")
 ROUTED_KINDS = ("mod", "mode_staged", "random")  # whole layers that only some tokens go through
 EXPERT_KINDS = ("moe", "mode", "mode_staged")  # layers with experts as feed-forward
-# The tables of routing.gates and routing.causal, for those that load no torch: a new name goes into both.
+# The tables of routing.scores and routing.causal, for those that load no torch: a new name goes into both.
 GATE_NAMES = ("one_plus_tanh", "sigmoid", "raw", "straight_through")
 NEUTRAL_GATES = ("one_plus_tanh", "straight_through")  # those that are 1 at a score of 0
 RULE_NAMES = ("scores", "predictor", "threshold")

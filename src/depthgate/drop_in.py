@@ -24,9 +24,9 @@ from depthgate.layers.mod import SoftMoD
 from depthgate.ops.rows import check_per_token, check_tokens, masked_positions, plain_positions
 from depthgate.options import Named
 from depthgate.recording import RecordedPlans
-from depthgate.routing.gates import Gate
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
+from depthgate.routing.scores import Gate
 from depthgate.routing.training import RouterTraining, in_backward, warn_when_traced
 
 # Tables of relative positions, of timm and transformers, which a block with fewer tokens would read at wrong places.

@@ -18,8 +18,8 @@ from depthgate.model import Decoder
 from depthgate.ops import decode as ops
 from depthgate.ops.attention import rotation
 from depthgate.routing.causal import Scores, Threshold
-from depthgate.routing.gates import GATES
-from depthgate.routing.routers import Scorer, TopTokens
+from depthgate.routing.routers import TopTokens
+from depthgate.routing.scores import GATES, Scorer
 
 TRASH = 0  # the page of rows that hold nothing
 _TURNS = 4096  # tiles of a product whose programs may take turns

@@ -15,7 +15,7 @@ from depthgate.hf.families import Family
 from depthgate.hf.inputs import KEYWORD, Tokens, attention_keywords
 from depthgate.ops.attention import without_cudnn
 from depthgate.ops.rows import put_rows
-from depthgate.ops.select import top_of_documents
+from depthgate.ops.select import few_launches, top_of_documents
 from depthgate.routing.causal import Threshold
 from depthgate.routing.losses import causal_bce, with_loss
 from depthgate.routing.plan import Slots
@@ -123,6 +123,10 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             given = old.masked_fill(~plan.filled[:, 0, :, None], 0)
         with without_cudnn(x.is_cuda and key is not query and not static):
             out = super().forward(given, **keywords)
+        if rows is None and plan.slot is not None and out.dtype == x.dtype and few_launches(x):
+            from depthgate.ops.route_triton import merged
+
+            return merged(x, out, plan.slot.mT, plan.gates)
         # As Slots.merge, in fewer operations: rows are finite here. In half precision a difference may overflow.
         dtype = torch.promote_types(x.dtype, out.dtype)
         wide = torch.promote_types(dtype, torch.float32)

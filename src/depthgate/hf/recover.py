@@ -34,7 +34,7 @@ from depthgate.hf.folder import copy_tokenizer, find_tokenizer
 from depthgate.hf.layer import RoutedLayer, routed_layers
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Predictor, Threshold, TopTokens, routed_share
-from depthgate.routing.gates import straight_through
+from depthgate.routing.scores import straight_through
 
 _CAPACITIES = 8  # between 1 and the goal, of compiled layers
 _RIDGE = 1e-2  # as a share of the mean square of a channel

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from depthgate.errors import InvalidValueError
 from depthgate.ops.rows import check_tokens, plain_positions
-from depthgate.routing.gates import sigmoid
 from depthgate.routing.plan import Plans, Slots
-from depthgate.routing.routers import Scorer, TopTokens
+from depthgate.routing.routers import TopTokens
+from depthgate.routing.scores import Scorer, sigmoid
 
 
 class MoD(nn.Module):

@@ -22,6 +22,7 @@ from depthgate.ops.linear_triton import (
     overlaps,
     wait_for_those_before,
 )
+from depthgate.ops.route_triton import gate_of
 
 __all__ = ["add_linear", "attend", "begin", "decide", "finish", "finish_likeliest", "linear", "routed_layer"]
 
@@ -189,19 +190,6 @@ def finish_likeliest(
 
 
 @triton.jit
-def _gate(score, GATE: tl.constexpr):
-    safe = tl.minimum(tl.maximum(score, -1e4), 1e4)
-    if GATE == "one_plus_tanh":
-        return 2 * tl.sigmoid(2 * safe)
-    elif GATE == "sigmoid":
-        return tl.sigmoid(safe)
-    elif GATE == "raw":
-        return safe
-    else:
-        return safe * 0 + 1
-
-
-@triton.jit
 def _scored(b, x, w, bias, eps, K: tl.constexpr, NORMED: tl.constexpr, BK: tl.constexpr):
     """The score of a row by weights and a bias that were loaded."""
     k = tl.arange(0, BK)
@@ -238,7 +226,7 @@ def _decide(
     rank = tl.cumsum(wanted, 0)
     to = tl.where(wanted > 0, rank - 1, tl.sum(wanted, 0) + b - rank)  # the others come last
     tl.store(places + to, b.to(tl.int64), b < B)
-    tl.store(gates + to, _gate(score, GATE), b < B)
+    tl.store(gates + to, gate_of(score, GATE), b < B)
     tl.store(entered + b, wanted, there)
     tl.store(many, tl.sum(wanted, 0))
 
@@ -335,7 +323,7 @@ def _routed_layer(
     _rows_of(w, w2, x, attended, up_weight, up_norm, None, hidden, up_eps, N_UP, K, True, False, BN, BW)
     w, w2 = first_weights(pid, down_weight, N_OUT, KU, False, BN, BW)
     _wait_for_all(turns)
-    gate = _gate(score, GATE)
+    gate = gate_of(score, GATE)
     _rows_of(w, w2, hidden, attended, down_weight, None, gate, x, eps, N_OUT, KU, False, True, BN, BW)
 
 

@@ -111,3 +111,56 @@ def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
     """Twin of `soft.weighted_means`: probabilities first."""
     sums = weights.sum(-1, keepdim=True)
     return torch.where(sums > 0, weights / torch.where(sums > 0, sums, 1.0), 0.0) @ x
+
+
+def scored(
+    x: Tensor,
+    valid: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: tuple[Tensor, Tensor] | None = None,
+    normed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Twin of `route_triton.scored`."""
+    scores = torch.empty(*x.shape[:2], 1)
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            token = x[b, t].float()
+            if normed:
+                token = token / (token.square().mean() + torch.finfo(torch.float32).eps).sqrt()
+            real = valid is None or bool(valid[b, t])
+            scores[b, t] = (token @ weight[0] if real else 0.0) + (0.0 if bias is None else bias[0])
+    if threshold is None:
+        return scores, scores
+    average, count = (float(each) for each in threshold)
+    return scores, scores - (average / count if count else -math.inf)
+
+
+def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Twin of `route_triton.marked`."""
+    B, T, _ = decision.shape
+    index, slot = torch.empty(B, 1, T, dtype=torch.int64), torch.full((B, 1, T), -1)
+    gates, many = torch.zeros(B, 1, T), torch.zeros(B, dtype=torch.int32)
+    for b in range(B):
+        wanted = [bool(decision[b, t] >= 0) and (valid is None or bool(valid[b, t])) for t in range(T)]
+        index[b, 0] = torch.tensor(compact(wanted, T)[0])
+        for place, t in enumerate(t for t in range(T) if wanted[t]):
+            slot[b, 0, t], gates[b, 0, place] = place, _gate(float(scores[b, t]), gate)
+        many[b] = sum(wanted)
+    return index, slot, gates, many
+
+
+def _gate(score: float, name: str) -> float:
+    safe = 0.0 if math.isnan(score) else max(-1e4, min(1e4, score))
+    sigmoid = 1 / (1 + math.exp(-safe)) if safe > -700 else 0.0
+    return {"one_plus_tanh": 1 + math.tanh(safe), "sigmoid": sigmoid, "raw": safe, "straight_through": 1.0}[name]
+
+
+def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
+    """Twin of `route_triton.merged`."""
+    out = x.clone()
+    for b in range(x.shape[0]):
+        for t in range(x.shape[1]):
+            if (at := int(slot[b, 0, t])) >= 0:
+                out[b, t] = torch.lerp(x[b, t].float(), rows[b, at].float(), gates[b, 0, at]).to(x.dtype)
+    return out

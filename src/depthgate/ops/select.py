@@ -15,6 +15,7 @@ from depthgate.flops import SLACK, budget
 
 _LOWEST = -(2**31)  # int32: padding
 _NAN = _LOWEST + 1  # NaN ranks under -inf and above padding
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FEW = 4096  # elements that a CPU sorts faster than it makes keys of them
 
 
@@ -90,16 +91,33 @@ def choose(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """scores (B, E, T), valid and doc (B, T) -> index and filled (B, E, slots): `top_of_documents`, compact; and, where
     it costs nothing, slot (B, E, T): the slot of each token, -1 for none."""
-    # A program of the kernel holds a whole row.
-    if scores.is_cuda and scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works():
-        limits = None  # all slots are filled
-        if valid is not None or doc is not None or budget(capacity, scores.shape[-1]) != slots:
-            limits = budgets(capacity, torch.arange(scores.shape[-1] + 1, device=scores.device)).int()
+    if by_kernels(scores):
+        limits = limits_of(scores, valid, doc, capacity, slots)
         index, filled, slot = _choose_on_cuda(scores.detach().float(), valid, doc, limits, slots)
         return index, filled, slot
     if doc is None:
         return *_best_of_rows(scores, valid, capacity, slots), None
     return *choose_by_sorting(scores, valid, doc, capacity, slots), None
+
+
+def by_kernels(scores: Tensor) -> bool:
+    """True if the kernels take scores (..., T): a program of theirs holds a whole row."""
+    return scores.is_cuda and scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works()
+
+
+def few_launches(x: Tensor) -> bool:
+    """True if kernels are to do a router's work on tokens x (B, T, D), since every operation has to be launched: CUDA,
+    no gradients, no compiler. Elsewhere operations of torch do it, which know gradients and can be fused."""
+    eager, known = not torch.is_grad_enabled() and not torch.compiler.is_compiling(), type(x) is Tensor
+    return eager and x.is_cuda and known and x.dtype in _DTYPES and by_kernels(x[..., 0])
+
+
+def limits_of(scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int) -> Tensor | None:
+    """How many tokens of a document of n are chosen, (T + 1,) int32; None where every slot is filled."""
+    T = scores.shape[-1]
+    if valid is None and doc is None and budget(capacity, T) == slots:
+        return None
+    return budgets(capacity, torch.arange(T + 1, device=scores.device)).int()
 
 
 def choose_by_sorting(
@@ -126,11 +144,11 @@ def _triton_works() -> bool:
     global _works
     if _works is None:
         try:
-            from depthgate.ops import select_triton
+            from depthgate.ops import route_triton
 
             with torch.no_grad():
                 few = torch.zeros(1, 1, 2, device="cuda")
-                select_triton.choose(few, None, None, torch.ones(3, dtype=torch.int32, device="cuda"), 1)
+                route_triton.chosen(few, None, None, torch.ones(3, dtype=torch.int32, device="cuda"), 1)
             _works = True
         except Exception as error:  # a missing package, an unknown GPU, a compiler of its own kinds of errors
             _works = False
@@ -145,9 +163,9 @@ _works: bool | None = None
 def _choose_on_cuda(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, budgets: Tensor | None, slots: int
 ) -> list[Tensor]:
-    from depthgate.ops import select_triton
+    from depthgate.ops import route_triton
 
-    return select_triton.choose(scores, valid, doc, budgets, slots)
+    return route_triton.chosen(scores, valid, doc, budgets, slots)
 
 
 @_choose_on_cuda.register_fake

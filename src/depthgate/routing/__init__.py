@@ -1,7 +1,6 @@
 """Routing: routers look at tokens and return plans; losses and metrics are functions of plans."""
 
 from depthgate.routing.causal import RULES, Predictor, Rule, Scores, Threshold
-from depthgate.routing.gates import GATES, Gate, one_plus_tanh, raw, sigmoid, straight_through
 from depthgate.routing.losses import (
     agreement,
     causal_bce,
@@ -12,7 +11,8 @@ from depthgate.routing.losses import (
     z_loss,
 )
 from depthgate.routing.plan import Groups, Plan, Plans, Slots, Soft, depth_plans
-from depthgate.routing.routers import RandomScorer, SoftSlots, TopExperts, TopTokens, update_thresholds
+from depthgate.routing.routers import SoftSlots, TopExperts, TopTokens, update_thresholds
+from depthgate.routing.scores import GATES, Gate, RandomScorer, one_plus_tanh, raw, sigmoid, straight_through
 
 __all__ = [
     "GATES",

@@ -1,9 +1,4 @@
-"""Routers: look at tokens, return a plan.
-
-    scorer(tokens (B, T, D), pos (B, T) or None, capacity) -> scores (B, T, E)
-
-Scores are fp32 (float64 for float64 tokens) whatever surrounds them, autocast included.
-"""
+"""Routers: look at tokens, return a plan."""
 
 from typing import Any
 
@@ -13,87 +8,23 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
-from depthgate.ops.matmul import linear
 from depthgate.ops.rows import (
     check_per_token,
     check_tokens,
     flat_index,
     inverse_for_gathering,
-    plain_positions,
     take_rows,
 )
-from depthgate.ops.select import choose, compact, top_k, top_of_documents
+from depthgate.ops.select import choose, compact, few_launches, limits_of, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
-from depthgate.routing.gates import Gate, gate_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
+from depthgate.routing.scores import GATES, Gate, Scorer, features, gate_from
 
 _Taken = tuple[Tensor, Tensor | None, Tensor | None]  # (B, E, C), filled if rows may differ; slot (B, E, T) if known
 POOLS = ("sequence", "batch")  # what an expert takes its tokens out of
 EXPERT_GATES = ("softmax", "sigmoid")
 _FINITE_SCORE = 1e4  # what an infinite score counts as in a gate
-
-
-class Scorer(nn.Module):
-    """Learnt scores W x + b. They depend on neither position nor capacity."""
-
-    def __init__(self, dim: int, outputs: int, bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, dim))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, tokens: Tensor, pos: Tensor | None = None, capacity: float = 1.0) -> Tensor:  # noqa: ARG002
-        with torch.autocast(tokens.device.type, enabled=False):
-            x = features(tokens, None)
-            weight = self.weight.to(x.dtype)
-            if len(weight) == 1 and torch.compiler.is_compiling():
-                # The compiler fuses this with the cast to fp32; for a product it would write all tokens in fp32 first.
-                scores = (x * weight[0]).sum(-1, keepdim=True)
-                return scores if self.bias is None else scores + self.bias.to(x.dtype)
-            return linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
-
-    def extra_repr(self) -> str:
-        return f"dim={self.weight.shape[1]}, outputs={len(self.weight)}, bias={self.bias is not None}"
-
-
-class RandomScorer(nn.Module):
-    """Scores by chance: the control that a learnt router is compared with (Raposo et al. 2024, section 4.1). Uniform,
-    and at least 0 for a share `capacity` of the tokens. While the model trains, scores are drawn in every pass;
-    otherwise a token's score is that of its position, so that the same are taken with a cache and without."""
-
-    salt: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("salt", torch.randint(2**31, ()))  # layers differ
-
-    def forward(self, tokens: Tensor, pos: Tensor | None = None, capacity: float = 1.0) -> Tensor:
-        if self.training:
-            uniform = torch.rand(tokens.shape[:2], device=tokens.device, dtype=tokens.dtype)
-        else:
-            pos = plain_positions(tokens) if pos is None else pos
-            uniform = _hashed(pos + self.salt).to(tokens.dtype) / 2**31
-        return (uniform - (1 - capacity))[..., None]
-
-
-def _hashed(number: Tensor) -> Tensor:
-    """31 well-mixed bits of each number (the finalizer of MurmurHash3, modulo 2^31)."""
-    h = number & 0x7FFFFFFF
-    for factor, shift in ((0x45D9F3B, 16), (0x45D9F3B, 15)):
-        h = ((h ^ (h >> shift)) * factor) & 0x7FFFFFFF
-    return h ^ (h >> 16)
-
-
-def features(x: Tensor, valid: Tensor | None) -> Tensor:
-    """Tokens in fp32 or better, with zeros at padding, whatever lies in it: the input of every scorer."""
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    return x if valid is None else torch.where(valid[..., None], x, 0.0)
 
 
 class TopTokens(nn.Module):
@@ -168,6 +99,8 @@ class TopTokens(nn.Module):
         if keep is not None:
             check_per_token(keep, x, "keep", torch.bool)
         valid = None if pos is None else pos >= 0
+        if keep is None and (gate := self._gate_of_kernels(x, causal, doc, max_documents)):
+            return self._by_kernels(x, valid, doc, causal, max_documents, fewest_slots, slots, gate)
         with torch.autocast(x.device.type, enabled=False):
             tokens = self._features(x, valid)
             sparse = self.sparse and torch.is_grad_enabled()
@@ -197,6 +130,51 @@ class TopTokens(nn.Module):
         gates = gates if filled is None else gates * filled
         slot = None if slot is None else slot.mT.reshape(scores.shape)
         return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep, flat, rows)
+
+    def _gate_of_kernels(self, x: Tensor, causal: bool, doc: Tensor | None, max_documents: int | None) -> str | None:
+        """The name of the gate, where `_by_kernels` gives the plan of `forward`; None elsewhere."""
+        simple = self.experts == 1 and self.pool == "sequence" and not self.across_experts
+        if not simple or not isinstance(self.proj, Scorer) or not few_launches(x):
+            return None
+        here = self.proj.weight.device == x.device and self.proj.weight.dtype == torch.float32  # not offloaded
+        known = causal or doc is None or max_documents is not None  # the number of slots
+        return next((n for n, gate in GATES.items() if gate is self.gate), None) if here and known else None
+
+    def _by_kernels(
+        self,
+        x: Tensor,
+        valid: Tensor | None,
+        doc: Tensor | None,
+        causal: bool,
+        max_documents: int | None,
+        fewest: int,
+        slots: int | None,
+        gate: str,
+    ) -> Slots:
+        """`forward` without gradients, in a few launches: on a GPU small models wait for these."""
+        from depthgate.ops import route_triton
+
+        T, rule, proj = x.shape[1], self.rule, self.proj
+        threshold = (rule.average, rule.weight) if isinstance(rule, Threshold) else None
+        scores, decision = route_triton.scored(x, valid, proj.weight, proj.bias, threshold, self.normed)
+        if not isinstance(rule, Scores | Threshold):
+            with torch.autocast(x.device.type, enabled=False):
+                tokens = self._features(x, valid)
+            decision = checked(rule(tokens, scores), scores.shape, "rule")
+        if not causal:
+            most = budget(self.capacity, T)
+            most = most if doc is None or max_documents is None else min(T, most + max_documents - 1)
+            limits = limits_of(scores.mT, valid, doc, self.capacity, most)
+            index, full, slot, gates, flat = route_triton.chosen(scores.mT, valid, doc, limits, most, gate)
+            filled = None if limits is None else full
+            return Slots(index, gates, scores, decision, filled, valid, False, slot.mT, None, flat)
+        index, slot, gates, many = route_triton.marked(decision, valid, scores, gate)
+        count = max(int(many.amax()), fewest) if slots is None else slots  # waits for the device
+        all_filled = slots is None and len(x) == 1 and fewest == 0
+        filled = None if all_filled else torch.arange(count, device=x.device) < many[:, None, None]
+        index, gates = index[..., :count], gates[..., :count]
+        flat = flat_index(index.flatten(1), T)
+        return Slots(index, gates, scores, decision, filled, valid, True, slot.mT, None, flat)
 
     def decide(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N, D) at positions (N,), each by itself: True where the causal rule routes it (N, E), and gates."""

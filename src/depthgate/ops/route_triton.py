@@ -1,0 +1,216 @@
+"""A router's work as few kernels: score and decide, choose the k best or those that are marked, merge.
+
+`chosen`: a row of scores a program, no sort; its twin is `select.choose_by_sorting`. The k best of a document are those
+above a threshold, which is found bit by bit: 32 counts over a row that stays in registers, where sorts would be a dozen
+kernels that each take longer than a small block does. Twins of the others: `reference.scored`, `marked`, `merged`.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def gate_of(score, GATE: tl.constexpr):
+    """A gate of `routing.scores`, by its name."""
+    safe = tl.where(score != score, 0.0, tl.minimum(tl.maximum(score, -1e4), 1e4))
+    if GATE == "one_plus_tanh":
+        return 2 * tl.sigmoid(2 * safe)
+    elif GATE == "sigmoid":
+        return tl.sigmoid(safe)
+    elif GATE == "raw":
+        return safe
+    else:
+        return safe * 0 + 1
+
+
+@triton.jit
+def _choose(
+    scores, valid, doc, budgets, index, filled, slot, gates, flat, T, C, experts,
+    GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // experts
+    t = tl.arange(0, BLOCK)
+    left = t < T
+    s = tl.load(scores + row * T + t, left, other=0.0)
+    bits = tl.where(s == 0, 0.0, s).to(tl.int32, bitcast=True)  # -0.0 ties with 0.0
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # IEEE floats ordered as integers
+    key = tl.where(s != s, -0x7FFFFFFF, key).to(tl.int64) + 0x80000000  # NaN under -inf; from 1 up
+    label = tl.zeros([BLOCK], tl.int64)
+    if doc is not None:
+        label = tl.load(doc + batch * T + t, left, other=0).to(tl.int64)
+    if valid is not None:
+        left = left & (tl.load(valid + batch * T + t, left, other=0) != 0)
+    chosen = t < 0
+    todo = tl.sum(left.to(tl.int32), 0)
+    while todo > 0:  # one document after another
+        first = tl.min(tl.where(left, t, BLOCK), 0)
+        current = tl.sum(tl.where(t == first, label, 0), 0)
+        member = left & (label == current)
+        size = tl.sum(member.to(tl.int32), 0)
+        k = C
+        if budgets is not None:
+            k = tl.load(budgets + size)
+        mine = tl.where(member, key, 0)
+        threshold = tl.full([], 0, tl.int64)
+        for i in range(32):
+            trial = threshold + (tl.full([], 1, tl.int64) << (31 - i))
+            enough = tl.sum((mine >= trial).to(tl.int32), 0) >= k
+            threshold = tl.where(enough, trial, threshold)
+        above = mine > threshold
+        tied = member & (mine == threshold)
+        room = k - tl.sum(above.to(tl.int32), 0)
+        chosen = chosen | above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
+        left = left & (label != current)
+        todo -= size
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    total = tl.sum(chosen.to(tl.int32), 0)
+    to = tl.where(chosen, rank - 1, total + t - rank)
+    keep = (t < T) & (to < C)
+    tl.store(index + row * C + to, t.to(tl.int64), keep)
+    tl.store(filled + row * C + to, chosen, keep)
+    tl.store(slot + row * T + t, tl.where(chosen & (to < C), to, -1).to(tl.int64), t < T)
+    if gates is not None:
+        tl.store(gates + row * C + to, tl.where(chosen, gate_of(s, GATE), 0.0), keep)
+        tl.store(flat + row * C + to, batch * T + t, keep)
+
+
+@triton.jit
+def _score(
+    x, valid, weight, bias, average, count, scores, decision, N, eps,
+    D: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    products, squares = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, D, BLOCK):
+        d = start + tl.arange(0, BLOCK)
+        here = (n < N)[:, None] & (d < D)[None, :]
+        v = tl.load(x + n[:, None] * D + d[None, :], here, other=0.0).to(tl.float32)
+        products += v * tl.load(weight + d, d < D, other=0.0)[None, :]
+        if NORMED:
+            squares += v * v
+    s = tl.sum(products, 1)
+    if NORMED:
+        s *= tl.rsqrt(tl.sum(squares, 1) / D + eps)
+    if valid is not None:  # whatever lies in padding
+        s = tl.where(tl.load(valid + n, n < N, other=0) != 0, s, 0.0)
+    if bias is not None:
+        s += tl.load(bias)
+    tl.store(scores + n, s, n < N)
+    if average is not None:
+        least = tl.load(average) / tl.load(count)
+        tl.store(decision + n, s - tl.where(least != least, float("-inf"), least), n < N)
+
+
+@triton.jit
+def _mark(decision, valid, scores, index, slot, gates, many, T, GATE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, BLOCK)
+    chosen = tl.load(decision + row * T + t, t < T, other=-1.0) >= 0  # not where it is NaN
+    if valid is not None:
+        chosen = chosen & (tl.load(valid + row * T + t, t < T, other=0) != 0)
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    total = tl.sum(chosen.to(tl.int32), 0)
+    to = tl.where(chosen, rank - 1, total + t - rank)
+    s = tl.load(scores + row * T + t, t < T, other=0.0)
+    tl.store(index + row * T + to, t.to(tl.int64), t < T)
+    tl.store(gates + row * T + to, tl.where(chosen, gate_of(s, GATE), 0.0), t < T)
+    tl.store(slot + row * T + t, tl.where(chosen, to, -1).to(tl.int64), t < T)
+    tl.store(many + row, total)
+
+
+@triton.jit
+def _merge(x, rows, slot, gates, y, T, C, D, BLOCK: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.load(slot + n)
+    old = tl.load(x + n * D + d, d < D, other=0.0)
+    if at >= 0:
+        place = n // T * C + at
+        gate = tl.load(gates + place)
+        a, b = old.to(tl.float32), tl.load(rows + place * D + d, d < D, other=0.0).to(tl.float32)
+        # As torch.lerp: a gate of 1 gives the row itself, and one of 0 what was there.
+        new = tl.where(gate < 0.5, a + gate * (b - a), b - (b - a) * (1 - gate))
+        old = new.to(old.dtype)
+    tl.store(y + n * D + d, old, d < D)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Kernels go to the current device, whatever their arguments."""
+    here = device.type == "cpu" or torch.cuda.current_device() == device.index  # a CPU: triton's interpreter
+    return nullcontext() if here else torch.cuda.device(device)
+
+
+def chosen(
+    scores: Tensor, valid: Tensor | None, doc: Tensor | None, limits: Tensor | None, slots: int, gate: str | None = None
+) -> list[Tensor]:
+    """scores (B, E, T) fp32, valid and doc (B, T), limits (T + 1,) int32: of a document of n tokens; None: all slots
+    -> index and filled (B, E, slots), slot (B, E, T): the slot of each token, -1 for none. With the name of a gate also
+    gates (B, E, slots) of the scores, 0 in empty slots, and flat (B * E * slots,), `index` counted through all rows."""
+    B, E, T = scores.shape
+    index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)
+    filled = torch.empty(B, E, slots, dtype=torch.bool, device=scores.device)
+    slot = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
+    gates = None if gate is None else torch.empty(B, E, slots, device=scores.device)
+    flat = None if gate is None else torch.empty(B * E * slots, dtype=torch.int64, device=scores.device)
+    given = [None if each is None else each.contiguous() for each in (scores, valid, doc, limits)]
+    with _on(scores.device):
+        _choose[(B * E,)](*given, index, filled, slot, gates, flat, T, slots, E, **_rows_of(T, gate))
+    return [index, filled, slot] if gates is None or flat is None else [index, filled, slot, gates, flat]
+
+
+def scored(
+    x: Tensor,
+    valid: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: tuple[Tensor, Tensor] | None = None,
+    normed: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """x (B, T, D), valid (B, T), weight (1, D) and bias (1,) in fp32 -> scores (B, T, 1) fp32, and what they are above
+    the threshold, an average and its weight; without one the scores themselves. Padding has the bias for a score.
+    normed: of tokens scaled to a mean square of one. A token's score does not depend on the others of its batch."""
+    (B, T, D), x = x.shape, x.contiguous()
+    scores = torch.empty(B, T, 1, device=x.device)
+    decision = scores if threshold is None else torch.empty_like(scores)
+    eps, rows = torch.finfo(torch.float32).eps, 4
+    moved = (None, None) if threshold is None else threshold
+    how = {"D": D, "NORMED": normed, "ROWS": rows, "BLOCK": min(1024, triton.next_power_of_2(D)), "num_warps": 4}
+    with _on(x.device):
+        _score[(triton.cdiv(B * T, rows),)](x, valid, weight, bias, *moved, scores, decision, B * T, eps, **how)
+    return scores, decision
+
+
+def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """decision and scores (B, T, 1) -> index (B, 1, T): the tokens whose decision is >= 0, ascending, then the others;
+    slot (B, 1, T), -1 for none; gates (B, 1, T) of the former, then 0; how many they are (B,)."""
+    B, T, _ = decision.shape
+    index = torch.empty(B, 1, T, dtype=torch.int64, device=decision.device)
+    slot, gates = torch.empty_like(index), torch.empty(B, 1, T, device=decision.device)
+    many = torch.empty(B, dtype=torch.int32, device=decision.device)
+    with _on(decision.device):
+        _mark[(B,)](decision.contiguous(), valid, scores, index, slot, gates, many, T, **_rows_of(T, gate))
+    return index, slot, gates, many
+
+
+def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
+    """x (B, T, D), rows (B, C, D) that carry their own residual, slot (B, 1, T), gates (B, 1, C) -> x with each token
+    that has a slot taken from x (gate 0) to its row (gate 1), which it is then bit for bit."""
+    (B, T, D), C = x.shape, rows.shape[1]
+    x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    block = min(2048, triton.next_power_of_2(D))
+    grid = (B * T, triton.cdiv(D, block))
+    with _on(x.device):
+        _merge[grid](x, rows.contiguous(), slot, gates.contiguous(), y, T, C, D, BLOCK=block, num_warps=4)
+    return y
+
+
+def _rows_of(T: int, gate: str | None) -> dict[str, Any]:
+    """Options of kernels of which a program holds a row of T tokens."""
+    block = triton.next_power_of_2(T)
+    return {"GATE": gate or "", "BLOCK": block, "num_warps": min(16, max(1, block // 256))}

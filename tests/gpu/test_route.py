@@ -1,0 +1,116 @@
+"""The kernels of a router equal their twins, and plans made by them those of operations of torch: on CUDA, or on a CPU
+by triton's interpreter (TRITON_INTERPRET=1)."""
+
+import os
+
+import pytest
+import torch
+
+from depthgate.ops import reference, select
+from depthgate.routing import GATES, RULES, TopTokens, routers
+from tests.conftest import close
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no CUDA device on this machine, and TRITON_INTERPRET is not 1", allow_module_level=True)
+route = pytest.importorskip("depthgate.ops.route_triton", reason="triton is not installed")
+
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=GENERATOR)
+
+
+def there(*given):
+    """Tensors, and tuples of them, on the device of the kernels."""
+    moved = (
+        tuple(there(*g)) if isinstance(g, tuple) else g.to(DEVICE) if isinstance(g, torch.Tensor) else g for g in given
+    )
+    return list(moved)
+
+
+def same(ours, theirs):
+    for one, two in zip(ours, theirs, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            close(one.cpu().float().nan_to_num(1e6, 1e7, -1e7), two.float().nan_to_num(1e6, 1e7, -1e7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("threshold", [None, (0.3, 0.5), (0.0, 0.0)])
+def test_scores(dtype, normed, threshold):
+    x, valid = random(2, 5, 1100).to(dtype), torch.tensor([[True] * 5, [False, False, True, True, True]])
+    x[1, 0] = torch.nan
+    moved = None if threshold is None else (torch.tensor(threshold[:1]), torch.tensor(threshold[1]))
+    given = x, valid, random(1, 1100) / 30, random(1), moved, normed
+    same(route.scored(*there(*given)), reference.scored(*given))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_marks(gate):
+    decision, scores = random(3, 13, 1), random(3, 13, 1) * 3
+    decision[0, 2], scores[0, 3], scores[1, 1:3, 0] = torch.nan, torch.nan, torch.tensor([torch.inf, -torch.inf])
+    decision[1], decision[2] = 1, -1
+    for valid in (None, torch.arange(13).expand(3, 13) > 2):
+        given = decision, valid, scores, gate
+        same(route.marked(*there(*given)), reference.marked(*given))
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_choices_with_their_gates(gate):
+    scores, doc = random(2, 1, 12), torch.tensor([[0] * 5 + [1] * 4 + [-1] * 3, [0] * 12])
+    for valid, docs in ((None, None), (doc >= 0, None), (doc >= 0, doc)):
+        limits = select.limits_of(scores, valid, docs, 0.5, 6)
+        found = route.chosen(*there(scores, valid, docs, limits), 6, gate)
+        index, filled, slot, gates, flat = (None if each is None else each.cpu() for each in found)
+        want, full = select.choose_by_sorting(scores, valid, docs, 0.5, 6)
+        assert torch.equal(filled, full)
+        assert torch.equal(torch.where(full, index, -1), torch.where(full, want, -1))
+        picked = torch.tensor([[reference._gate(float(s), gate) for s in row] for row in scores[:, 0]])
+        close(gates[:, 0], torch.where(full[:, 0], picked.gather(1, want[:, 0]), 0.0))
+        assert torch.equal(flat.view(2, 6), index[:, 0] + torch.tensor([[0], [12]]))
+        for b, place in torch.nonzero(full[:, 0]).tolist():
+            assert slot[b, 0, index[b, 0, place]] == place
+        assert int((slot >= 0).sum()) == int(full.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging(dtype):
+    x, rows = random(2, 7, 70).to(dtype), random(2, 3, 70).to(dtype)
+    slot = torch.tensor([[[-1, 0, -1, 1, 2, -1, -1]], [[0, -1, -1, -1, -1, -1, 1]]])
+    gates = torch.tensor([[[1.0, 0.0, 0.3]], [[1.7, 0.6, 0.0]]])
+    got = route.merged(*there(x, rows, slot, gates)).cpu()
+    close(got, reference.merged(x, rows, slot, gates), dtype)
+    assert torch.equal(got[0, 1], rows[0, 0])
+    assert torch.equal(got[0, [0, 2, 3]], x[0, [0, 2, 3]])
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_plans_are_those_of_operations_of_torch(rule, gate, rows, monkeypatch):
+    torch.manual_seed(rows)
+    router = TopTokens(48, 0.4, gate=gate, rule=rule, normed=gate == "raw").to(DEVICE).eval()
+    if rule == "threshold":
+        router.rule.average.fill_(0.01)
+        router.rule.weight.fill_(0.5)
+    x = torch.randn(rows, 17, 48).to(DEVICE)
+    padded = torch.arange(17).expand(rows, 17) - 2 * torch.arange(rows)[:, None]
+    doc = torch.where(padded >= 0, (padded >= 6).long(), -1)
+    padded, doc = padded.clamp(min=-1).to(DEVICE), doc.to(DEVICE)
+    cases = [(None, {}), (padded, {}), (padded, {"doc": doc, "max_documents": 2})]
+    for pos, more in cases:
+        for causal in (False, True):
+            plans = []
+            for kernels in (False, True):
+                monkeypatch.setattr(routers, "few_launches", lambda _, kernels=kernels: kernels)
+                with torch.no_grad():
+                    plans.append(router(x, pos, causal, **more))
+            one, two = plans
+            assert torch.equal(one.chosen, two.chosen)
+            figures = [(plan.scores, plan.decision, plan.combine(plan.dispatch(x))) for plan in plans]
+            same(*((each.cpu() for each in of_plan) for of_plan in figures))
+            full = torch.ones_like(two.tokens, dtype=torch.bool) if two.filled is None else two.filled
+            assert not two.gates[~full].any()
