@@ -19,7 +19,7 @@ from depthgate.ops import decode as ops
 from depthgate.ops.attention import rotation
 from depthgate.routing.causal import Scores, Threshold
 from depthgate.routing.routers import TopTokens
-from depthgate.routing.scores import GATES, Scorer
+from depthgate.routing.scores import Scorer, gate_name
 
 TRASH = 0  # the page of rows that hold nothing
 _TURNS = 4096  # tiles of a product whose programs may take turns
@@ -303,7 +303,7 @@ def simple_rule(router: TopTokens) -> tuple[Tensor, Tensor, Tensor, bool, str] |
     """Weight, bias and threshold of a router's score, True where it reads normalised tokens, and the name of its gate;
     None for a router that is more than that."""
     known, rule = isinstance(router.proj, Scorer), router.rule
-    name = next((name for name, gate in GATES.items() if gate is router.gate), None)
+    name = gate_name(router.gate)
     if not known or name is None or not isinstance(rule, Scores | Threshold):
         return None
     weight, bias = router.proj.weight[0].detach().float().contiguous(), router.proj.bias.detach().float()

@@ -19,7 +19,7 @@ from depthgate.ops.select import choose, compact, few_launches, limits_of, top_k
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
-from depthgate.routing.scores import GATES, Gate, Scorer, features, gate_from
+from depthgate.routing.scores import Gate, Scorer, features, gate_from, gate_name
 
 _Taken = tuple[Tensor, Tensor | None, Tensor | None]  # (B, E, C), filled if rows may differ; slot (B, E, T) if known
 POOLS = ("sequence", "batch")  # what an expert takes its tokens out of
@@ -138,7 +138,7 @@ class TopTokens(nn.Module):
             return None
         here = self.proj.weight.device == x.device and self.proj.weight.dtype == torch.float32  # not offloaded
         known = causal or doc is None or max_documents is not None  # the number of slots
-        return next((n for n, gate in GATES.items() if gate is self.gate), None) if here and known else None
+        return gate_name(self.gate) if here and known else None
 
     def _by_kernels(
         self,

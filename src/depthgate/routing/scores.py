@@ -46,6 +46,11 @@ def gate_from(gate: str | Gate) -> Gate:
     return gate if callable(gate) else GATES[check_choice(gate, "gate", GATES)]
 
 
+def gate_name(gate: Gate) -> str | None:
+    """The name of a gate; None of a function of the user's own."""
+    return next((name for name, known in GATES.items() if known is gate), None)
+
+
 class Scorer(nn.Module):
     """Learnt scores W x + b. They depend on neither position nor capacity."""
 
