@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from depthgate.hf import layer
 from depthgate.ops import reference, select
 from depthgate.routing import GATES, RULES, TopTokens, routers
 from tests.conftest import close
@@ -49,13 +50,16 @@ def test_scores(dtype, normed, threshold):
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_marks(gate):
+@pytest.mark.parametrize("slots", [13, 4])
+def test_marks(gate, slots):
     decision, scores = random(3, 13, 1), random(3, 13, 1) * 3
     decision[0, 2], scores[0, 3], scores[1, 1:3, 0] = torch.nan, torch.nan, torch.tensor([torch.inf, -torch.inf])
     decision[1], decision[2] = 1, -1
     for valid in (None, torch.arange(13).expand(3, 13) > 2):
         given = decision, valid, scores, gate
-        same(route.marked(*there(*given)), reference.marked(*given))
+        ours, many = route.marked(*there(*given), slots)
+        theirs, wanted = reference.marked(*given, slots)
+        same((*ours, many), (*theirs, wanted))
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -66,7 +70,8 @@ def test_choices_with_their_gates(gate):
         found = route.chosen(*there(scores, valid, docs, limits), 6, gate)
         index, filled, slot, gates, flat = (None if each is None else each.cpu() for each in found)
         want, full = select.choose_by_sorting(scores, valid, docs, 0.5, 6)
-        assert torch.equal(filled, full)
+        assert (filled is None) == (limits is None)
+        assert bool(full.all()) if filled is None else torch.equal(filled, full)
         assert torch.equal(torch.where(full, index, -1), torch.where(full, want, -1))
         picked = torch.tensor([[reference._gate(float(s), gate) for s in row] for row in scores[:, 0]])
         close(gates[:, 0], torch.where(full[:, 0], picked.gather(1, want[:, 0]), 0.0))
@@ -74,6 +79,20 @@ def test_choices_with_their_gates(gate):
         for b, place in torch.nonzero(full[:, 0]).tolist():
             assert slot[b, 0, index[b, 0, place]] == place
         assert int((slot >= 0).sum()) == int(full.sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [None, 1, 2])
+def test_taking_tokens_with_their_rotary_positions(dtype, rows):
+    """rows: those of the rotary positions, in a width that is no power of two."""
+    x, index = random(2, 7, 70).to(dtype), torch.tensor([[[4, 0, 6]], [[1, 2, 3]]])
+    rotary = None if rows is None else (random(rows, 7, 12).to(dtype), random(rows, 7, 12))
+    (ours, turned), (want, known) = route.taken(*there(x, index, rotary)), reference.taken(x, index, rotary)
+    assert torch.equal(ours.cpu(), want)
+    assert (turned is None) == (known is None)
+    for one, two in zip(turned or (), known or (), strict=True):
+        assert torch.equal(one.cpu(), two)
+        assert one.dtype == two.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -114,3 +133,20 @@ def test_plans_are_those_of_operations_of_torch(rule, gate, rows, monkeypatch):
             same(*((each.cpu() for each in of_plan) for of_plan in figures))
             full = torch.ones_like(two.tokens, dtype=torch.bool) if two.filled is None else two.filled
             assert not two.gates[~full].any()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "mistral"])
+def test_a_converted_model_gives_the_same_by_kernels(kind, monkeypatch):
+    zoo = pytest.importorskip("tests.hf.zoo", reason="transformers is not installed")
+    model = zoo.routed(kind, rule="threshold").to(DEVICE)
+    ids = zoo.tokens(2, 23).to(DEVICE)
+    mask = (torch.arange(23).expand(2, 23) >= torch.tensor([[0], [4]])).long().to(DEVICE)
+    calls = [{"causal_routing": False}, {"causal_routing": True}, {"attention_mask": mask}, {"use_cache": True}]
+    for call in calls:
+        found = []
+        for kernels in (False, True):
+            for module in (routers, layer):
+                monkeypatch.setattr(module, "few_launches", lambda _, kernels=kernels: kernels)
+            with torch.no_grad():
+                found.append(model(ids, **{"use_cache": False, **call}).logits[mask.bool()])
+        close(*found)

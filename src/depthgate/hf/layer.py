@@ -113,20 +113,26 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         first = None if doc is None else pick(doc)
         alone = x.shape[1] == 1 and plan.filled is None and not static  # a new token in each row: it sees all there is
         keywords |= attention_keywords(kind, query, key, first, window, x.dtype, alone)
-        if keywords.get("position_embeddings") is not None:
-            keywords["position_embeddings"] = tuple(pick(each) for each in keywords["position_embeddings"])
-        if keywords.get("position_ids") is not None:
-            rotated = keywords.get("position_embeddings") is not None and "flash" not in kind  # then they are not read
-            keywords["position_ids"] = None if rotated else pick(keywords["position_ids"])
-        given = old = pick(x) if plan.taken is None else plan.taken
+        rotary, by_kernels = keywords.get("position_embeddings"), rows is None and few_launches(x)
+        if by_kernels:
+            from depthgate.ops import route_triton
+
+            old, picked = route_triton.taken(x, plan.tokens, rotary)
+        else:
+            old = pick(x) if plan.taken is None else plan.taken
+            picked = None if rotary is None else (pick(rotary[0]), pick(rotary[1]))
+        if picked is not None:
+            keywords["position_embeddings"] = picked
+        if keywords.get("position_ids") is not None:  # not read where tokens are turned by the above
+            unread = picked is not None and "flash" not in kind
+            keywords["position_ids"] = None if unread else pick(keywords["position_ids"])
+        given = old
         if plan.filled is not None and plan.valid is not None:  # whatever lies in padding
             given = old.masked_fill(~plan.filled[:, 0, :, None], 0)
         with without_cudnn(x.is_cuda and key is not query and not static):
             out = super().forward(given, **keywords)
-        if rows is None and plan.slot is not None and out.dtype == x.dtype and few_launches(x):
-            from depthgate.ops.route_triton import merged
-
-            return merged(x, out, plan.slot.mT, plan.gates)
+        if by_kernels and plan.slot is not None and out.dtype == x.dtype:
+            return route_triton.merged(x, out, plan.slot.mT, plan.gates)
         # As Slots.merge, in fewer operations: rows are finite here. In half precision a difference may overflow.
         dtype = torch.promote_types(x.dtype, out.dtype)
         wide = torch.promote_types(dtype, torch.float32)

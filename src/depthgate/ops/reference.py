@@ -136,18 +136,32 @@ def scored(
     return scores, scores - (average / count if count else -math.inf)
 
 
-def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def marked(
+    decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, slots: int
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """Twin of `route_triton.marked`."""
     B, T, _ = decision.shape
-    index, slot = torch.empty(B, 1, T, dtype=torch.int64), torch.full((B, 1, T), -1)
-    gates, many = torch.zeros(B, 1, T), torch.zeros(B, dtype=torch.int32)
+    index, slot = torch.empty(B, 1, slots, dtype=torch.int64), torch.full((B, 1, T), -1)
+    gates, filled, many = torch.zeros(B, 1, slots), torch.zeros(B, 1, slots, dtype=torch.bool), torch.zeros(B).int()
     for b in range(B):
         wanted = [bool(decision[b, t] >= 0) and (valid is None or bool(valid[b, t])) for t in range(T)]
-        index[b, 0] = torch.tensor(compact(wanted, T)[0])
-        for place, t in enumerate(t for t in range(T) if wanted[t]):
+        index[b, 0], filled[b, 0] = (torch.tensor(each) for each in compact(wanted, slots))
+        for place, t in enumerate([t for t in range(T) if wanted[t]][:slots]):
             slot[b, 0, t], gates[b, 0, place] = place, _gate(float(scores[b, t]), gate)
         many[b] = sum(wanted)
-    return index, slot, gates, many
+    flat = (index + T * torch.arange(B)[:, None, None]).flatten()
+    return (index, filled, slot, gates, flat), many
+
+
+def taken(
+    x: Tensor, index: Tensor, rotary: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Twin of `route_triton.taken`."""
+    rows = take_rows(x, index[:, 0])
+    if rotary is None:
+        return rows, None
+    cos, sin = (take_rows(each.expand(len(x), -1, -1), index[:, 0]) for each in rotary)
+    return rows, (cos, sin)
 
 
 def _gate(score: float, name: str) -> float:

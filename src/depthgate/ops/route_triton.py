@@ -1,8 +1,9 @@
-"""A router's work as few kernels: score and decide, choose the k best or those that are marked, merge.
+"""A router's work as few kernels: score and decide, choose the k best or those that are marked, take them, merge.
 
 `chosen`: a row of scores a program, no sort; its twin is `select.choose_by_sorting`. The k best of a document are those
 above a threshold, which is found bit by bit: 32 counts over a row that stays in registers, where sorts would be a dozen
-kernels that each take longer than a small block does. Twins of the others: `reference.scored`, `marked`, `merged`.
+kernels that each take longer than a small block does. Twins of the others: `reference.scored`, `marked`,
+`taken`, `merged`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+Chosen = list[Any]  # index, filled, slot, gates, flat: tensors, or None for those that are not asked for
 
 
 @triton.jit
@@ -26,6 +29,26 @@ def gate_of(score, GATE: tl.constexpr):
         return safe
     else:
         return safe * 0 + 1
+
+
+@triton.jit
+def _put(
+    chosen, score, row, batch, t, T, C, index, filled, slot, gates, flat, GATE: tl.constexpr
+):  # fmt: skip
+    """Write the slots of a row: the chosen tokens ascending, then others."""
+    rank = tl.cumsum(chosen.to(tl.int32), 0)
+    total = tl.sum(chosen.to(tl.int32), 0)
+    to = tl.where(chosen, rank - 1, total + t - rank)
+    keep = (t < T) & (to < C)
+    tl.store(index + row * C + to, t.to(tl.int64), keep)
+    tl.store(slot + row * T + t, tl.where(chosen & (to < C), to, -1).to(tl.int64), t < T)
+    if filled is not None:
+        tl.store(filled + row * C + to, chosen, keep)
+    if gates is not None:
+        tl.store(gates + row * C + to, tl.where(chosen, gate_of(score, GATE), 0.0), keep)
+    if flat is not None:
+        tl.store(flat + row * C + to, batch * T + t, keep)
+    return total
 
 
 @triton.jit
@@ -68,16 +91,7 @@ def _choose(
         chosen = chosen | above | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= room))
         left = left & (label != current)
         todo -= size
-    rank = tl.cumsum(chosen.to(tl.int32), 0)
-    total = tl.sum(chosen.to(tl.int32), 0)
-    to = tl.where(chosen, rank - 1, total + t - rank)
-    keep = (t < T) & (to < C)
-    tl.store(index + row * C + to, t.to(tl.int64), keep)
-    tl.store(filled + row * C + to, chosen, keep)
-    tl.store(slot + row * T + t, tl.where(chosen & (to < C), to, -1).to(tl.int64), t < T)
-    if gates is not None:
-        tl.store(gates + row * C + to, tl.where(chosen, gate_of(s, GATE), 0.0), keep)
-        tl.store(flat + row * C + to, batch * T + t, keep)
+    _put(chosen, s, row, batch, t, T, C, index, filled, slot, gates, flat, GATE)
 
 
 @triton.jit
@@ -108,20 +122,32 @@ def _score(
 
 
 @triton.jit
-def _mark(decision, valid, scores, index, slot, gates, many, T, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def _mark(
+    decision, valid, scores, index, filled, slot, gates, flat, many, T, C, GATE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
     chosen = tl.load(decision + row * T + t, t < T, other=-1.0) >= 0  # not where it is NaN
     if valid is not None:
         chosen = chosen & (tl.load(valid + row * T + t, t < T, other=0) != 0)
-    rank = tl.cumsum(chosen.to(tl.int32), 0)
-    total = tl.sum(chosen.to(tl.int32), 0)
-    to = tl.where(chosen, rank - 1, total + t - rank)
     s = tl.load(scores + row * T + t, t < T, other=0.0)
-    tl.store(index + row * T + to, t.to(tl.int64), t < T)
-    tl.store(gates + row * T + to, tl.where(chosen, gate_of(s, GATE), 0.0), t < T)
-    tl.store(slot + row * T + t, tl.where(chosen, to, -1).to(tl.int64), t < T)
-    tl.store(many + row, total)
+    tl.store(many + row, _put(chosen, s, row, row, t, T, C, index, filled, slot, gates, flat, GATE))
+
+
+@triton.jit
+def _take(
+    x, cos, sin, index, rows, cos_rows, sin_rows, T, every, C, D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    batch, token = n // C, tl.load(index + n)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(rows + n * D + d, tl.load(x + (batch * T + token) * D + d, d < D), d < D)
+    if cos is not None:
+        r = tl.arange(0, PAIRS)
+        here, at = (r < R) & (tl.program_id(1) == 0), (batch * every + token) * R + r
+        tl.store(cos_rows + n * R + r, tl.load(cos + at, here), here)
+        tl.store(sin_rows + n * R + r, tl.load(sin + at, here), here)
 
 
 @triton.jit
@@ -148,20 +174,17 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 
 def chosen(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, limits: Tensor | None, slots: int, gate: str | None = None
-) -> list[Tensor]:
+) -> Chosen:
     """scores (B, E, T) fp32, valid and doc (B, T), limits (T + 1,) int32: of a document of n tokens; None: all slots
     -> index and filled (B, E, slots), slot (B, E, T): the slot of each token, -1 for none. With the name of a gate also
-    gates (B, E, slots) of the scores, 0 in empty slots, and flat (B * E * slots,), `index` counted through all rows."""
+    gates (B, E, slots) of the scores, 0 in empty slots, and flat (B * E * slots,), `index` counted through all rows;
+    filled is then None if no slot is empty."""
     B, E, T = scores.shape
-    index = torch.empty(B, E, slots, dtype=torch.int64, device=scores.device)
-    filled = torch.empty(B, E, slots, dtype=torch.bool, device=scores.device)
-    slot = torch.empty(B, E, T, dtype=torch.int64, device=scores.device)
-    gates = None if gate is None else torch.empty(B, E, slots, device=scores.device)
-    flat = None if gate is None else torch.empty(B * E * slots, dtype=torch.int64, device=scores.device)
+    made = _slots_of(scores, slots, gate, gate is None or limits is not None)
     given = [None if each is None else each.contiguous() for each in (scores, valid, doc, limits)]
     with _on(scores.device):
-        _choose[(B * E,)](*given, index, filled, slot, gates, flat, T, slots, E, **_rows_of(T, gate))
-    return [index, filled, slot] if gates is None or flat is None else [index, filled, slot, gates, flat]
+        _choose[(B * E,)](*given, *made, T, slots, E, **_rows_of(T, gate))
+    return made
 
 
 def scored(
@@ -186,16 +209,33 @@ def scored(
     return scores, decision
 
 
-def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """decision and scores (B, T, 1) -> index (B, 1, T): the tokens whose decision is >= 0, ascending, then the others;
-    slot (B, 1, T), -1 for none; gates (B, 1, T) of the former, then 0; how many they are (B,)."""
+def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, slots: int) -> tuple[Chosen, Tensor]:
+    """decision and scores (B, T, 1) -> what `chosen` gives with a gate, of the tokens whose decision is >= 0, and how
+    many these are (B,), whether or not they have a slot."""
     B, T, _ = decision.shape
-    index = torch.empty(B, 1, T, dtype=torch.int64, device=decision.device)
-    slot, gates = torch.empty_like(index), torch.empty(B, 1, T, device=decision.device)
+    made = _slots_of(scores.mT, slots, gate, True)
     many = torch.empty(B, dtype=torch.int32, device=decision.device)
     with _on(decision.device):
-        _mark[(B,)](decision.contiguous(), valid, scores, index, slot, gates, many, T, **_rows_of(T, gate))
-    return index, slot, gates, many
+        _mark[(B,)](decision.contiguous(), valid, scores, *made, many, T, slots, **_rows_of(T, gate))
+    return made, many
+
+
+def taken(
+    x: Tensor, index: Tensor, rotary: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """x (B, T, D), rotary positions (B or 1, T, R) and index (B, 1, C) -> rows of x (B, C, D) and of the positions."""
+    (B, T, D), C, x = x.shape, index.shape[-1], x.contiguous()
+    rows, block = torch.empty(B, C, D, dtype=x.dtype, device=x.device), min(2048, triton.next_power_of_2(D))
+    cos, sin = (None, None) if rotary is None else (each.contiguous() for each in rotary)
+    R, every = (1, 0) if cos is None else (cos.shape[-1], T if len(cos) == B else 0)
+    out: Any = (None, None)
+    if rotary is not None:
+        out = tuple(torch.empty(B, C, R, dtype=each.dtype, device=x.device) for each in rotary)
+    how = {"D": D, "R": R, "BLOCK": block, "PAIRS": triton.next_power_of_2(R), "num_warps": 4}
+    with _on(x.device):
+        grid = (B * C, triton.cdiv(D, block))
+        _take[grid](x, cos, sin, index.contiguous(), rows, *out, T, every, C, **how)
+    return rows, None if rotary is None else out
 
 
 def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
@@ -208,6 +248,17 @@ def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
     with _on(x.device):
         _merge[grid](x, rows.contiguous(), slot, gates.contiguous(), y, T, C, D, BLOCK=block, num_warps=4)
     return y
+
+
+def _slots_of(scores: Tensor, slots: int, gate: str | None, some_empty: bool) -> Chosen:
+    """Room for what `_put` writes."""
+    (B, E, T), device = scores.shape, scores.device
+    index = torch.empty(B, E, slots, dtype=torch.int64, device=device)
+    filled = torch.empty(B, E, slots, dtype=torch.bool, device=device) if some_empty else None
+    slot = torch.empty(B, E, T, dtype=torch.int64, device=device)
+    gates = None if gate is None else torch.empty(B, E, slots, device=device)
+    flat = None if gate is None else torch.empty(B * E * slots, dtype=torch.int64, device=device)
+    return [index, filled, slot, gates, flat]
 
 
 def _rows_of(T: int, gate: str | None) -> dict[str, Any]:

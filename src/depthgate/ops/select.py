@@ -165,7 +165,7 @@ def _choose_on_cuda(
 ) -> list[Tensor]:
     from depthgate.ops import route_triton
 
-    return route_triton.chosen(scores, valid, doc, budgets, slots)
+    return route_triton.chosen(scores, valid, doc, budgets, slots)[:3]
 
 
 @_choose_on_cuda.register_fake

@@ -165,15 +165,13 @@ class TopTokens(nn.Module):
             most = budget(self.capacity, T)
             most = most if doc is None or max_documents is None else min(T, most + max_documents - 1)
             limits = limits_of(scores.mT, valid, doc, self.capacity, most)
-            index, full, slot, gates, flat = route_triton.chosen(scores.mT, valid, doc, limits, most, gate)
-            filled = None if limits is None else full
+            index, filled, slot, gates, flat = route_triton.chosen(scores.mT, valid, doc, limits, most, gate)
             return Slots(index, gates, scores, decision, filled, valid, False, slot.mT, None, flat)
-        index, slot, gates, many = route_triton.marked(decision, valid, scores, gate)
-        count = max(int(many.amax()), fewest) if slots is None else slots  # waits for the device
-        all_filled = slots is None and len(x) == 1 and fewest == 0
-        filled = None if all_filled else torch.arange(count, device=x.device) < many[:, None, None]
-        index, gates = index[..., :count], gates[..., :count]
-        flat = flat_index(index.flatten(1), T)
+        (index, filled, slot, gates, flat), many = route_triton.marked(decision, valid, scores, gate, slots or T)
+        if slots is None:
+            count = max(fewest, *many.tolist())  # waits for the device
+            index, filled, gates = index[..., :count], filled[..., :count], gates[..., :count]
+            filled, flat = None if len(x) == 1 and fewest == 0 else filled, flat_index(index.flatten(1), T)
         return Slots(index, gates, scores, decision, filled, valid, True, slot.mT, None, flat)
 
     def decide(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:

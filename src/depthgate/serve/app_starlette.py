@@ -188,8 +188,9 @@ def _json(value: dict[str, Any], status: int = 200, headers: dict[str, str] | No
     return Response(json.dumps(value), status, headers, "application/json")
 
 
-def _refused(_: Request, error: Exception) -> Response:
-    """An error in the form that OpenAI's clients know."""
+async def _refused(_: Request, error: Exception) -> Response:
+    """An error in the form that OpenAI's clients know. Not in a thread: a server that is told to end at once would not
+    wait for it."""
     headers: Any = getattr(error, "headers", None)  # of 405: Allow
     if not isinstance(error, RequestError):
         status = 499 if isinstance(error, ClientDisconnect) else 400 if isinstance(error, DepthgateError) else 500

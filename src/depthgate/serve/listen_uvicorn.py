@@ -74,6 +74,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(0 if self.force_exit else LAST, self._cut)
         await super().shutdown(sockets)
+        if self.server_state.tasks:  # their clients are gone
+            await asyncio.wait(self.server_state.tasks, timeout=1)
 
     def _cut(self) -> None:
         for line in self.server_state.connections:
