@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, QuantizedLayer
 import depthgate as dg
 from depthgate.hf.families import decoder_layers
 from tests.conftest import close
-from tests.hf.zoo import FAMILY_NAMES, dense, routed, tokens
+from tests.hf.zoo import FAMILY_NAMES, ROUTED, dense, routed, tokens
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
 
@@ -47,6 +47,14 @@ def test_pieces_of_any_length_give_the_logits_of_one_pass(kind, rule):
             assert {int(layer.get_seq_length()) for layer in cache.layers} == {done}
         close(torch.cat(got, 1), want)
         cache.reset()
+
+
+@torch.no_grad()
+def test_a_prompt_in_a_window_is_not_compared_with_the_places_of_an_empty_cache():
+    model, ids = routed("mistral", "eager"), tokens(2, 20)
+    out = model(ids, past_key_values=StaticCache(model.config, max_cache_len=24), output_attentions=True)
+    close(out.logits, model(ids, use_cache=False).logits)
+    assert all(out.attentions[i].shape[2] == out.attentions[i].shape[3] for i in ROUTED)
 
 
 @torch.no_grad()

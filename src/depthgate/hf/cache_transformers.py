@@ -214,10 +214,10 @@ class _Fixed(_Slotted):
 
     def _write(self, held: Tensor, new: Tensor, place: Tensor, dim: int) -> Tensor:
         """Write new entries along a dimension, and return those that the call looks at. A window can store only the
-        last of many, so these are appended to what it held before."""
+        last of many, so these are appended to what it held before, if it held anything."""
         shown = held.narrow(dim, 0, self.max_cache_len)
         if self.is_sliding and new.shape[dim] > 1:
-            shown = torch.cat((shown, new), dim)
+            shown = torch.cat((shown, new), dim) if self.cumulative_length_int else new
         held.scatter_(dim, place, new)
         return shown
 
