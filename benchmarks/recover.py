@@ -129,7 +129,7 @@ def main() -> None:
     parser.add_argument("--valid", required=True, help="text to measure on")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--capacities", default="0.75,0.5")
-    parser.add_argument("--layers", default="every_other")
+    parser.add_argument("--layers", default="auto", help="auto: the half that changes --data least; or as for convert")
     parser.add_argument("--gate", default="straight_through")
     parser.add_argument("--rule", default="threshold")
     parser.add_argument("--seeds", default="0", help="of training; all arms are trained with each")
@@ -197,7 +197,8 @@ def main() -> None:
     for capacity in capacities:
         converted = options.out / f"converted-{capacity}"
         if not converted.exists():
-            how = {"layers": options.layers, "gate": options.gate, "rule": options.rule}
+            text = options.data if options.layers == "auto" else None
+            how = {"layers": options.layers, "text": text, "gate": options.gate, "rule": options.rule}
             asked = ConvertConfig(str(dense), str(converted), str(capacity), **how)
             quietly(convert.run, asked, True)
         arms[f"capacity {capacity}"] = converted, capacity

@@ -262,7 +262,7 @@ class ConvertConfig(Options):
     gate: str | None = option(None, "factor of a row: one_plus_tanh (unless given), straight_through", check_neutral)
     rule: str | None = choice(None, RULE_NAMES, "how a token is routed causally; predictor unless given")
     routing_mode: str = choice("auto", ("auto", "causal", "top_k"), "auto: top k in training, causal in evaluation")
-    text: str | None = option(None, "file of text that --layers auto and --capacity_by change measure on")
+    text: str | None = option(None, "text, as for depthgate train: --layers auto and --capacity_by change use it")
     probe: int = count(64, "tokens compared with the dense model, of two sequences", minimum=2, maximum=2**16)
     seed: int = count(0, "seed of those sequences", minimum=0)
     to: str | None = choice(

@@ -154,7 +154,7 @@ def test_layers_that_are_checkpointed_or_compiled_learn_the_same(home, monkeypat
             close(torch.tensor(row["gradient_norm"]), torch.tensor(twin["gradient_norm"]))
 
 
-def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(home, tmp_path):
+def test_calibrated_routers_take_their_share_and_what_their_layer_adds_most_to(home, tmp_path):
     folder = home / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     language = HFLanguageModel(model, tokenizer_of(folder), 48)
@@ -163,21 +163,19 @@ def test_calibrated_routers_take_their_share_and_what_their_layer_changes_most(h
     assert not any(layer.depth_router.proj.weight.any() for layer in language.routed)
     seen = []
     for layer in language.routed:
-        layer.register_forward_hook(
-            lambda _, args, out: seen.append((out - args[0]).norm(dim=-1) / args[0].norm(dim=-1))
-        )
+        layer.register_forward_hook(lambda _, args, out: seen.append((out - args[0]).norm(dim=-1)))
     scale_routers(language.routed)
     calibrate_rows(language, batch)
     assert all(layer.depth_router.proj.weight.any() for layer in language.routed)
-    changes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]
+    sizes = [torch.cat(seen[i :: len(language.routed)]) for i in range(len(language.routed))]
     model.eval()
     with torch.no_grad(), collected_plans(model) as plans:
         language.hidden(batch.tokens, batch.pos, causal=True)
     first = batch.pos == 0
-    chosen, change = plans[0][0].chosen[..., 0], changes[0]  # of the first routed layer: its tokens are as they were
+    chosen, added = plans[0][0].chosen[..., 0], sizes[0]  # of the first routed layer: its tokens are as they were
     assert chosen.float().mean().item() == pytest.approx(0.5, abs=0.01)
     assert chosen[first].all()
-    assert change[chosen & ~first].mean() > change[~chosen].mean()
+    assert added[chosen & ~first].mean() > added[~chosen].mean()
 
 
 def test_documents_begin_as_the_tokenizer_begins_them(home):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import depthgate.hf.families as families
 from depthgate.config import ConvertConfig, check_neutral
+from depthgate.data.sources import documents
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
 from depthgate.files import new_folder
 from depthgate.hf.adapter import collected
@@ -215,7 +216,7 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     model = load(source)
     families.family_of(model)
     tokenizer, layers = find_tokenizer(source), config.layer_choice
-    batch = None if config.text is None else _calibration(tokenizer, Path(config.text), model)
+    batch = None if config.text is None else _calibration(tokenizer, config.text, model)
     changes = None if batch is None else layer_changes(model, batch)
     how: dict[str, Any] = {"capacity_by": config.capacity_by, "routing_mode": config.routing_mode}
     how |= {"gate": config.gate or "one_plus_tanh", "rule": config.rule or "predictor"}
@@ -271,15 +272,17 @@ def probe_for(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
     return torch.randint(model.vocab_size, (2, min(before + last, room)), generator=chance), last
 
 
-def _calibration(tokenizer: Any, text: Path, model: Any) -> Tensor:
+def _calibration(tokenizer: Any, text: str, model: Any) -> Tensor:
     """Token ids (B, T) from the beginning of a text."""
     rows, length = _CALIBRATION
-    if not text.is_file():
-        raise DepthgateError(f"{text} is not a file: give --text a file of text")
     if tokenizer is None:
         raise DepthgateError("the model has no tokenizer, which --layers auto needs: add its files, or name the layers")
-    with text.open(encoding="utf-8", errors="replace") as file:
-        ids = tokenizer(file.read(32 * rows * length), add_special_tokens=False)["input_ids"]
+    begin = ""
+    for document in documents(text):
+        begin += document
+        if len(begin) >= 32 * rows * length:
+            break
+    ids = tokenizer(begin[: 32 * rows * length], add_special_tokens=False)["input_ids"]
     length = min(length, model.config.max_position_embeddings, len(ids))
     if length < 2:
         what = f"the model's tokenizer makes {len(ids)} tokens of {text}, and two at least are needed"

@@ -2,7 +2,7 @@
 
 `Recovery` is a task of the training loop (depthgate.train.loop), which `depthgate finetune` runs.
 
-A router of zeros ranks all tokens alike; a calibrated one begins with those that its layer changes most, as far as a
+A router of zeros ranks all tokens alike; a calibrated one begins with those that its layer adds most to, as far as a
 linear function of the token tells it. In a pretrained model some channels are a thousand times larger than others, and
 one step of AdamW would turn a router over: a scaled one learns as if every channel had the size 1.
 """
@@ -216,8 +216,8 @@ def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
 @torch.no_grad()
 def calibrate(model: Any, batch: Any) -> None:
     """Set the routers of a converted model from what its layers, all dense, do to the tokens of a batch: token ids
-    (B, T) or a dict of the model's inputs. A score is the logarithm of how much its layer changes a token, |f(x) - x| /
-    |x|, as well as a linear function of the token tells it; the first of a text, where all others look, is put first.
+    (B, T) or a dict of the model's inputs. A score is the logarithm of how much its layer adds to a token, |f(x) - x|, as
+    well as a linear function of the token tells it; the first of a text, where all others look, is put first.
     The rules `scores` and `threshold` then route the capacity; a predictor has to learn it."""
     layers = routed_layers(model)
     if not layers:
@@ -268,13 +268,13 @@ def _calibrate(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor, first: Te
                 part.learnt.mul_(size)  # keep their value
         if fit:
             spread = _SCORE_STD if router.gate is straight_through else _SCORE_STD_IN_GATE
-            change = change.clamp(min=1e-6).log()
-            _fit(router, x / size, change, first[mask].to(x.device), router.capacity, spread)
+            added = (change * x.norm(dim=-1)).clamp(min=1e-6).log()
+            _fit(router, x / size, added, first[mask].to(x.device), router.capacity, spread)
 
 
-def _fit(router: TopTokens, x: Tensor, change: Tensor, first: Tensor, capacity: float, spread: float) -> None:
+def _fit(router: TopTokens, x: Tensor, added: Tensor, first: Tensor, capacity: float, spread: float) -> None:
     """Set a router by ridge regression on scaled tokens x (N, D): a share of `capacity` then scores at least 0."""
-    wanted = (change - change[~first].mean()) / change[~first].std().clamp(min=1e-12)
+    wanted = (added - added[~first].mean()) / added[~first].std().clamp(min=1e-12)
     wanted = torch.where(first, _FIRST_TOKEN_SCORE, wanted)
     features = torch.cat([x, torch.ones_like(x[:, :1])], 1).double()
     weighted = features * torch.where(first, _FIRST_TOKEN_WEIGHT, 1.0)[:, None] / len(x)
