@@ -41,7 +41,7 @@ _RIDGE = 1e-2  # as a share of the mean square of a channel
 _SCORE_STD = 1.0  # of calibrated scores
 _SCORE_STD_IN_GATE = 0.05  # where scores change the gate, which is to stay near 1
 _FIRST_TOKEN_SCORE = 3.0  # wanted for a document's first token, in standard deviations above the mean of the others
-_FIRST_TOKEN_WEIGHT = 10.0  # in the fit, where that of another is 1
+_FIRST_TOKEN_WEIGHT = 30.0  # in the fit, where that of another is 1
 
 
 class Recovery:
