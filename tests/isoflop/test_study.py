@@ -424,11 +424,14 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_is_tried_again(home, own
     said = capfd.readouterr().err
     assert f"{bad.name} failed" in said
     assert "1 of 12 cells failed; the same command tries them again" in said
+    left_out = f"Left out as failed: 1 cell of {bad.variant}."
+    assert left_out in (own / "report.html").read_text()
     assert "which is not a folder" in text_file(bad, "error").read_text()
     assert (good.folder / "result.json").exists()
     bad.folder.unlink()
     assert study(home, own) == 0
     assert len(rows(own)) == 12
+    assert left_out not in (own / "report.html").read_text()
     assert not text_file(bad, "error").exists()
 
 

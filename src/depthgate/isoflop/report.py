@@ -138,6 +138,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     smallest = {name: parameters(shapes[0]) for name, shapes in study.grid.ladders.items()}
     mend = advice(curves, rows, smallest, more, seeds)
     sentences = compared(rows) if one_size else [verdict[0], *mend, *verdict[1:]]
+    left_out = Counter(cell.variant for cell in study.failed)
+    sentences += [f"Left out as failed: {pages.count(n, 'cell')} of {name}." for name, n in left_out.items()]
     label, columns, about = _LOSS, _CELL, "study_cells"
     if study.config.images:
         label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
