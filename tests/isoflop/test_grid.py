@@ -114,6 +114,12 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
         ({"variants": "mod:capacity=nan"}, "capacity is 'nan'"),
         ({"variants": "mod:capacity=0.5:capacity=0.25"}, "capacity stands twice"),
         ({"variants": "mode:top_k=0"}, "top_k is 0"),
+        ({"variants": "mode:rule=predictor"}, "no layer of it reads rule, which is for mod, mode_staged"),
+        ({"variants": "mode:capacity=0.5"}, "no layer of it reads capacity"),
+        ({"variants": "mode:balance_loss=0.1"}, "no layer of it reads balance_loss"),
+        ({"variants": "moe:choice=experts"}, "no layer of it reads choice, which is for mode;"),
+        ({"variants": "tiny-mod:experts=4"}, "no layer of it reads experts"),
+        ({"task": "images", "variants": "moe:slots=2"}, "no layer of it reads slots"),
         ({"variants": "mod:pattern=3"}, "pattern is 3"),
         ({"variants": "tiny-mdo"}, "variants has 'tiny-mdo'"),
         ({"variants": "tiny-mod:layers=2"}, "not an option that a variant can set"),
@@ -129,6 +135,15 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
 def test_bad_options_are_named(options, says):
     with pytest.raises(InvalidValueError, match=says):
         IsoflopConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["mode:pattern=mod+mode:rule=scores", "mode:choice=tokens:balance_loss=0.1", "mode:first=moe:z_loss=0", "mode-1b"],
+)
+def test_options_that_a_layer_reads_are_taken(variant):
+    (found,) = IsoflopConfig(variants=variant).variant_list
+    assert found.name == variant
 
 
 def test_budgets_too_small_for_a_step_and_sizes_too_large_for_memory():

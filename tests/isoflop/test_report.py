@@ -43,8 +43,12 @@ def test_the_resolution_in_words():
         "from about 0.30% on."
     )
     assert resolution(Verdict(1e15, AGAIN, "", 0.01, (0.002, 0.018))) == (
-        "Dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out: seeds "
-        "move all sizes alike, only models of the same seeds are to be compared."
+        "Dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out, since "
+        "seeds move all sizes alike: the study tells differences from about 0.80% on between models of the same seeds, "
+        "and from 1.80% on between others."
+    )
+    assert "from about 0.20% on between models of the same seeds, and from 0.50% on" in resolution(
+        Verdict(1e15, AGAIN, "", -0.003, (-0.005, -0.001))
     )
     assert resolution(Verdict(1e15, AGAIN, "only one size has other seeds")) == (
         "Dense against dense with other seeds at 1e15 FLOPs: no interval, only one size has other seeds."
@@ -57,6 +61,8 @@ def test_no_verdict_says_why():
 
     assert no_verdict([made("dense")]) == "No verdict: there is only dense."
     assert no_verdict([made("mod")]) == "No verdict: there is no dense to compare with."
+    several = [made("dense:qk_norm=false"), made("dense:key_shift=false"), made("mod")]
+    assert no_verdict(several) == "No verdict: of several kinds of dense none is plain: add dense."
 
 
 def test_single_sizes_are_compared_without_taking_a_side():
@@ -117,15 +123,23 @@ def test_a_study_names_its_remedy_and_routers_that_take_nobody():
         return [Curve(rows)]
 
     again = "To mend what is missing, give the same command again with `--extend` {}; finished cells are kept."
-    assert advice(curves([3.0, 2.0]), []) == [again.format("`--sizes 3` `--seeds_at_minimum 3`")]
-    assert advice(curves([3.0, 2.5, 2.0]), []) == [again.format("`--more_sizes 2` `--seeds_at_minimum 3`")]
-    assert advice(curves([3.0, 2.5, 2.0]), [], 2, 3) == [again.format("`--more_sizes 4` `--seeds_at_minimum 4`")]
-    assert advice(curves([3.0, 2.0, 3.1]), []) == [again.format("`--seeds_at_minimum 3`")]
+    sizes = {"mod": 10**3}  # parameters of the smallest model there is
+    assert advice(curves([3.0, 2.0]), [], sizes) == [again.format("`--sizes 3` `--seeds_at_minimum 3`")]
+    assert advice(curves([3.0, 2.5, 2.0]), [], sizes) == [again.format("`--more_sizes 2` `--seeds_at_minimum 3`")]
+    assert advice(curves([3.0, 2.5, 2.0]), [], sizes, 2, 3) == [again.format("`--more_sizes 4` `--seeds_at_minimum 4`")]
+    assert advice(curves([3.0, 2.0, 3.1]), [], sizes) == [again.format("`--seeds_at_minimum 3`")]
     fine = curves([3.0, 2.0, 3.1], seeds=3, shift=0.001)
-    assert advice(fine, []) == []
+    assert advice(fine, [], sizes) == []
+    open_below = curves([2.0, 2.5, 3.1], seeds=3, shift=0.001)
+    assert advice(open_below, [], sizes) == ["There are no smaller models of mod: give larger `--budgets`."]
+    for known in ({"mod": 500}, {}):  # rows may be of variants that are no longer asked for
+        assert advice(open_below, [], known, 2) == [again.format("`--more_sizes 4`")]
     rows = [{"variant": "mod", "routed_share": share} for share in ([0.0, 0.0], [0.0, 0.1], [0.0, 0.0])]
-    (said,) = advice(fine, [*rows, {"variant": "dense", "routed_share": []}])
+    (said,) = advice(fine, [*rows, {"variant": "dense", "routed_share": []}], sizes)
     assert said.startswith("In 2 cells of mod the causal rule routes nobody")
+    rows = [{"variant": "mode", "routed_share": [], "experts_per_token": used} for used in (0.0, 0.9, None)]
+    (said,) = advice(fine, rows, sizes)
+    assert said.startswith("In 1 cell of mode the causal rule routes nobody")
 
 
 def test_large_numbers_are_short():

@@ -21,12 +21,15 @@ import pytest
 import torch
 
 from depthgate.cli import main
+from depthgate.data.token_file import prepare
 from depthgate.flops import forward_flops, training_flops
 from depthgate.isoflop.cell import text_file
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.fit import AGAIN
 from depthgate.isoflop.grid import Grid, learning_rate
 from depthgate.isoflop.study import Study
+from depthgate.loading import load
+from depthgate.train.evaluate import measure
 from tests.train.tiny import write_data
 from tests.view.chromium import Browser
 
@@ -137,6 +140,17 @@ def test_the_rows_are_those_of_the_grid(home, finished):
         model = cell.training.model
         taken = replace(model, capacity=fmean(row["routed_share"]) or 1e-6) if model.routed else model
         assert row["forward_flops_per_token"] == pytest.approx(forward_flops(taken))
+
+
+def test_null_choices_in_staged_layers_are_in_no_forward_flops(home, tmp_path):
+    out, variant = tmp_path / "staged", "mode_staged:null_experts=48:top_k=2:balance_loss=0"
+    assert study(home, out, "--variants", variant, "--budgets", "1.38e8", "--sizes", "1") == 0
+    ((cell,), (row,)) = cells_of(home, out, variants=variant, budgets="1.38e8", sizes=1), rows(out)
+    held_out = prepare(cell.training.data, (run := load(cell.folder)).tokenizer).validation
+    share = fmean(measure(run, held_out, cell.training.batch, 500)["expert_share"])
+    assert abs(share - 16 / 64) > 0.02  # what is assumed where nobody looks at the choices
+    taken = replace(cell.training.model, capacity=fmean(row["routed_share"]))
+    assert row["forward_flops_per_token"] == pytest.approx(forward_flops(taken, expert_share=share))
 
 
 def test_running_it_again_trains_nothing(home, own, capfd):
@@ -424,11 +438,14 @@ def test_a_cell_that_fails_does_not_stop_the_others_and_is_tried_again(home, own
     said = capfd.readouterr().err
     assert f"{bad.name} failed" in said
     assert "1 of 12 cells failed; the same command tries them again" in said
+    left_out = f"Left out as failed: 1 cell of {bad.variant}."
+    assert left_out in (own / "report.html").read_text()
     assert "which is not a folder" in text_file(bad, "error").read_text()
     assert (good.folder / "result.json").exists()
     bad.folder.unlink()
     assert study(home, own) == 0
     assert len(rows(own)) == 12
+    assert left_out not in (own / "report.html").read_text()
     assert not text_file(bad, "error").exists()
 
 

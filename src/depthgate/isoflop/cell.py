@@ -112,8 +112,8 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     last, shares = metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
-    used = found["experts_per_token"]
-    computed = fmean(used) / model.config.top_k if used else None
+    used, real = found["experts_per_token"], found["expert_share"]  # of experts in staged layers, the latter alone
+    computed = fmean(used) / model.config.top_k if used else fmean(real) if real else None
     return {
         "loss": found["nats_per_token_top_k"],
         "loss_causal": found["nats_per_token"],

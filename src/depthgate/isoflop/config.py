@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from depthgate.config import ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number, near
 from depthgate.options import DEVICES, Options, choice, count, number, option
-from depthgate.recipes import EXPERTS, MOD, PRESETS, RECIPE, train_config
+from depthgate.recipes import EXPERTS, MOD, PRESETS, RECIPE, RENAMED, train_config
 from depthgate.vision import ImagesConfig, ViTConfig
 
 _DENSE = {"pattern": "dense", **RECIPE}
@@ -39,6 +39,16 @@ _FIXED = {
     *("vocab", "dim", "layers", "heads", "context", "data", "out", "steps", "preset", "device", "seed", "validation"),
     *("image", "channels", "classes", "task", "epochs", "corrupt", "tokenizer", "model", "batch", "lr", "warmup"),
     *("keep", "checkpoint_every", "tracker", "workers", "dtype"),
+}
+# Options that layers of some kinds alone read: where a variant has none of these, it would be compared with itself.
+_READ_BY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("capacity", "capacity_steps"), ROUTED_KINDS),
+    **dict.fromkeys(("gate", "rule", "router_norm"), ("mod", "mode_staged")),
+    **dict.fromkeys(("experts", "expert_hidden"), (*EXPERT_KINDS, "soft_moe")),
+    **dict.fromkeys(("top_k", "null_experts", "shared_experts", "expert_gate"), EXPERT_KINDS),
+    **dict.fromkeys(("pool", "choice"), ("mode",)),
+    **dict.fromkeys(("balance_loss", "z_loss"), ("moe", "mode_staged")),
+    **dict.fromkeys(("slots", "slot_scale", "dispatch", "combine"), ("soft_moe",)),
 }
 
 
@@ -82,7 +92,7 @@ def _heads(dim: int) -> int:
 def parse_variant(text: str, images: bool = False) -> Variant:
     """`name[:option=value]...`, where the kinds of a pattern are joined by +; or the name of a preset."""
     name, *options = text.split(":")
-    variants, presets = (IMAGE_VARIANTS, {}) if images else (VARIANTS, PRESETS)
+    variants, presets = (IMAGE_VARIANTS, {}) if images else (VARIANTS, {**PRESETS, **RENAMED})
     if name not in (*variants, *presets):
         known = f"{', '.join(variants)}{', and the presets' * bool(presets)}"
         raise InvalidValueError(f"variants has {name!r}{near(name, variants, 0.0)} Known are {known}")
@@ -106,6 +116,11 @@ def parse_variant(text: str, images: bool = False) -> Variant:
     variant = (ImageVariant if images else Variant)(text, model, training)
     shape = variant.shape(model.get("dim", 64), {} if images else 257, 64)
     replace(runs(), model=shape, **training)  # refuses bad values
+    there = {*shape.kinds, *("moe",) * (model.get("choice") == "tokens")}  # tokens choose as in a moe layer
+    for key in keys:
+        if there.isdisjoint(read_by := _READ_BY.get(key, there)):
+            why = f"no layer of it reads {key}, which is for {', '.join(read_by)}; leave it out"
+            raise InvalidValueError(f"variants has {text!r}: {why}")
     return variant
 
 

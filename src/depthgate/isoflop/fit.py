@@ -60,6 +60,7 @@ class Curve:
         self.open_because = _open_because([size for size, _ in sizes], place, self.params)
         self.bracketed = not self.open_because  # both a smaller and a larger size have a higher loss than the best one
         self.lowest = sizes[place][1]  # the lowest mean loss of a size
+        self.ends_below = place == 0 and len(sizes) >= 3  # the smallest size is the best one
         if math.isnan(self.loss):
             self.params, self.loss = sizes[place]
         without = int(self.fits[1:, 0].isnan().sum())

@@ -19,7 +19,7 @@ from depthgate.console import print_table
 from depthgate.device import interleaved
 from depthgate.errors import DepthgateError
 from depthgate.files import replace
-from depthgate.flops import training_flops
+from depthgate.flops import parameters, training_flops
 from depthgate.generation.calls import generate
 from depthgate.isoflop.config import baseline
 from depthgate.isoflop.fit import Curve, Interval, Verdict, calibrations, seed_by_seed, verdicts
@@ -135,7 +135,11 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
     more, seeds = study.config.more_sizes, study.config.seeds_at_minimum or study.config.seeds
-    sentences = compared(rows) if one_size else [verdict[0], *advice(curves, rows, more, seeds), *verdict[1:]]
+    smallest = {name: parameters(shapes[0]) for name, shapes in study.grid.ladders.items()}
+    mend = advice(curves, rows, smallest, more, seeds)
+    sentences = compared(rows) if one_size else [verdict[0], *mend, *verdict[1:]]
+    left_out = Counter(cell.variant for cell in study.failed)
+    sentences += [f"Left out as failed: {pages.count(n, 'cell')} of {name}." for name, n in left_out.items()]
     label, columns, about = _LOSS, _CELL, "study_cells"
     if study.config.images:
         label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
@@ -226,30 +230,43 @@ def resolution(check: Verdict) -> str:
         return f"{start}: no interval, {check.refused}."
     low, high = check.gain_interval
     said = f"{start}: {check.gain:+.2%} ({low:+.2%} to {high:+.2%})"
+    tells = f"the study tells differences from about {(high - low) / 2:.2%} on"
     if low > 0 or high < 0:
-        return (
-            f"{said}, which leaves 0 out: seeds move all sizes alike, only models of the same seeds are to be compared."
-        )
-    return f"{said}: the study tells differences from about {(high - low) / 2:.2%} on."
+        others = f"between models of the same seeds, and from {max(-low, high):.2%} on between others"
+        return f"{said}, which leaves 0 out, since seeds move all sizes alike: {tells} {others}."
+    return f"{said}: {tells}."
 
 
-def advice(curves: Sequence[Curve], rows: Sequence[Row], more_sizes: int = 0, seeds: int = 1) -> list[str]:
+def advice(
+    curves: Sequence[Curve], rows: Sequence[Row], smallest: Mapping[str, int], more_sizes: int = 0, seeds: int = 1
+) -> list[str]:
     """What to do about minima that are not bracketed and missing intervals, and which cells' routers take no token, in
-    a study with so many more sizes and seeds at minima."""
+    a study with so many more sizes and seeds at minima. `smallest`: parameters of the smallest model of a variant."""
     short = any(len(curve.costs) < 3 for curve in curves)
-    closed = all(curve.bracketed for curve in curves)
+    ends = [each for each in curves if each.ends_below and each.costs[0][0] == smallest.get(each.variant)]
+    closed = all(curve.bracketed or curve in ends for curve in curves)
     options = ["`--sizes 3`"] * short + [f"`--more_sizes {more_sizes + 2}`"] * (not short and not closed)
     options += [f"`--seeds_at_minimum {max(3, seeds + 1)}`"] * any(curve.no_interval for curve in curves)
     again = f"give the same command again with `--extend` {' '.join(options)}; finished cells are kept."
-    found = Counter(row["variant"] for row in rows if row["routed_share"] and max(row["routed_share"]) < 0.001)
+    found = Counter(row["variant"] for row in rows if _takes_nothing(row))
     what = "the causal rule routes nobody: a model of the other layers alone, whose loss says nothing of routing"
     said = [f"In {pages.count(many, 'cell')} of {variant} {what}." for variant, many in found.items()]
-    return [*[f"To mend what is missing, {again}"] * bool(options), *said]
+    names = ", ".join(dict.fromkeys(curve.variant for curve in ends))
+    larger = [f"There are no smaller models of {names}: give larger `--budgets`."] * bool(ends)
+    return [*larger, *[f"To mend what is missing, {again}"] * bool(options), *said]
+
+
+def _takes_nothing(row: Row) -> bool:
+    """True if no routed layer of a cell, or none of its experts, took a token that was measured."""
+    used = row.get("experts_per_token")
+    return any(each and max(each) < 0.001 for each in (row["routed_share"], [] if used is None else [used]))
 
 
 def no_verdict(curves: Sequence[Curve]) -> str:
-    dense = baseline({curve.variant for curve in curves})
-    return f"No verdict: {'there is only dense' if dense else 'there is no dense to compare with'}."
+    names = {curve.variant for curve in curves}
+    several = sum(name.startswith("dense:") for name in names) > 1
+    why = "there is only dense" if baseline(names) else "there is no dense to compare with"
+    return f"No verdict: {'of several kinds of dense none is plain: add dense' if several else why}."
 
 
 def _fewer(saving: float, found: Interval) -> str:
