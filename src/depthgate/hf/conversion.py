@@ -52,7 +52,7 @@ def convert(
     Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1 (others are refused), and
     every causal rule routes all tokens: in evaluation, and in training at capacity 1, nothing changes at first.
 
-    capacity: share of the tokens that a routed layer takes, or a share for each routed layer, in their order.
+    capacity: share of the tokens that a routed layer takes, or a share for each of `layers`, in the order given there.
     layers: 'every_other' (1, 3, ...), numbers of layers, or 'auto': the half that changes its tokens least on
     `calibration`, token ids (B, T) or a dict of the model's inputs. rule_loss: weight of the loss that teaches the
     rule; a threshold needs none, and keeps a share `decay` of itself in every step. routing_mode: 'auto' (top k while
@@ -76,10 +76,12 @@ def convert(
         raise InvalidValueError(f"{what}: give both, or neither")
     chosen: Any = range(1, depth, 2) if name == "every_other" else layers
     changes = layer_changes(model, calibration) if measured else []
-    chosen = families.checked_layers(least_changing(changes) if name == "auto" else chosen, depth)
+    named: Any = least_changing(changes) if name == "auto" else chosen
+    chosen = families.checked_layers(named, depth)
+    capacity = families.in_order(named, capacity)
     if capacity_by == "change":
         capacity = shared_out(capacity, [changes[i] for i in chosen])
-    shares = float(capacity) if isinstance(capacity, float | int) else tuple(map(float, capacity))
+    shares = tuple(map(float, capacity)) if isinstance(capacity, Sequence) else float(capacity)
     routing = Routing(chosen, shares, gate, rule, float(rule_loss), float(decay))
     config = _with_config(model, config_class(kind))
     config.depthgate, config.routing_mode = routing.written(), routing_mode
