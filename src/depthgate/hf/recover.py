@@ -222,6 +222,9 @@ def calibrate(model: Any, batch: Any) -> None:
     layers = routed_layers(model)
     if not layers:
         raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")
+    if any(weight.is_meta for layer in layers for weight in layer.depth_router.parameters()):
+        what = "weights of routers are offloaded (device_map), where they cannot be changed"
+        raise DepthgateError(f"{what}: calibrate the model before it is placed, save it, and load it from there")
     inputs, mask = calibration_inputs(model, batch)
     with _all_dense(model, layers) as seen:
         model(**inputs, use_cache=False, causal_routing=False)
