@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,6 +81,11 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def leftovers(target: Path) -> list[Path]:
+    """What killed processes have begun to write for `target`, and not that of `target.more`."""
+    return list(target.parent.glob(f".{escape(target.name[:200])}.{'[0-9a-f]' * 8}.part"))
 
 
 def _part(parent: Path, name: str) -> Path:

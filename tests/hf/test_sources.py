@@ -66,6 +66,16 @@ def test_leftovers_of_a_killed_conversion_are_cleared_and_empty_auto_maps_are_no
     assert sum(written["depthgate"]["capacity"]) == pytest.approx(1.0, abs=1e-3)
 
 
+def test_a_conversion_leaves_alone_what_another_one_is_writing(tmp_path):
+    save_model(tmp_path / "model")
+    others = [tmp_path / name for name in (".a.25.0badcafe.part", ".a[1].25.0badcafe.part", ".b.0badcafe.part")]
+    for each in (*others, tmp_path / ".a[1].0badcafe.part"):
+        each.mkdir()
+    for name in ("a", "a[1]"):
+        assert convert(tmp_path / "model", tmp_path / name) == 0
+    assert sorted(tmp_path.glob(".*")) == sorted(others)
+
+
 def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(tmp_path, capsys):
     path = save_model(tmp_path / "model", capacity=0.5) / "config.json"
     values = json.loads(path.read_text())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import depthgate.hf.families as families
 from depthgate.config import ConvertConfig, check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
-from depthgate.files import new_folder
+from depthgate.files import leftovers, new_folder
 from depthgate.hf.adapter import collected
 from depthgate.hf.card import write_card
 from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall
@@ -324,5 +324,5 @@ def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: s
         routing = [getattr(each.config, "depthgate", None) for each in (loaded, model)]
         if not same or routing[0] != routing[1]:
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")
-    for left in out.parent.glob(f".{out.name}.*.part"):  # by a process that was killed while it wrote
+    for left in leftovers(out):
         shutil.rmtree(left, ignore_errors=True)
