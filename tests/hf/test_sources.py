@@ -1,12 +1,15 @@
 """What `depthgate convert`, `finetune` and `eval` say to odd folders and names: one line, exit code 2, nothing left."""
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import huggingface_hub
+import torch
+from safetensors.torch import load_file
 
 from depthgate.cli import main
 from tests.hf.words import save_model, write_text
@@ -115,3 +118,32 @@ def test_a_name_on_the_hub_is_fetched_or_the_way_to_fetch_it_is_named(tmp_path, 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **more: found(name, **{**more, **how}))
     assert convert("someone/tiny", tmp_path / "out") == 0
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_what_is_fetched_from_the_hub_is_all_that_is_read(tmp_path, monkeypatch):
+    """Templates and vocabularies of any kind; weights as safetensors, or else as they are."""
+    made = save_model(tmp_path / "hub") / "model.safetensors"
+    (made.parent / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, **how: asked.append(how) or made.parent)
+
+    def fetches(name):
+        return any(fnmatch(name, pattern) for pattern in asked[-1]["allow_patterns"])
+
+    assert convert("someone/tiny", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "merges.txt"]
+    names += [
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "tokenizer.model",
+        "qwen.tiktoken",
+        "LICENSE",
+    ]
+    assert all(map(fetches, names))
+    assert not fetches("pytorch_model.bin")
+    torch.save(load_file(made), made.with_name("pytorch_model.bin"))
+    made.unlink()
+    assert convert("someone/tiny", tmp_path / "from-bin") == 0
+    assert len(asked) == 3
+    assert fetches("pytorch_model.bin")

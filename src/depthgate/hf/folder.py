@@ -18,6 +18,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _LEAST = {"num_hidden_layers": 1, "n_layer": 1, "max_position_embeddings": 2, "n_positions": 2}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "vocab.*", "tekken.json", "*.tiktoken")
 _MORE_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_OF_HUB = (*_VOCABULARIES, *_MORE_FILES, "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
 _SAMPLE = "In 1905, 1234.56? It's  a\ttest:\r\n\n    if (x != 'y') { z += 1; }  Über Größe, 東京都, привет 👍🏽\n"
 _CAUSES = {  # of errors whose own words mislead, by a part of these
     "must be a mapping": "it does not hold names with values",
@@ -133,7 +134,10 @@ def fetched(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], "*.json", "*.model", "*.txt", "LICENSE*"]))
+        found = Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], *_OF_HUB]))
+        return (
+            found if _has(found, _WEIGHTS[:1]) else Path(snapshot_download(name, allow_patterns=[*_WEIGHTS, *_OF_HUB]))
+        )
     except Exception as error:  # of the network, of the hub, of a name that it does not know
         why = f"{name} is not a folder, and cannot be fetched ({' '.join(str(error).partition('. ')[0].split())[:200]})"
         how = f"where there is a network: hf download {name} --local-dir {path.name}; then give --model {path.name}"
