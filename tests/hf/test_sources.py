@@ -102,6 +102,19 @@ def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(
     assert "gone is not a folder" in capsys.readouterr().err
 
 
+def test_the_folder_of_an_adapter_is_named_as_one(tmp_path, capsys):
+    """What Trainer and TRL save where PEFT trains: the model is elsewhere."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    write_text(tmp_path / "text.txt")
+    look, out = ["--data", str(tmp_path / "text.txt")], ["--out", str(tmp_path / "out")]
+    model = ["--model", str(tmp_path / "adapter")]
+    for command in (["convert", *out], ["finetune", *out, *look], ["eval", *look], ["generate", "--prompt", "w3"]):
+        assert main([*command, *model]) == 2
+        assert "is an adapter of PEFT, and no model: merge it first" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_name_on_the_hub_is_fetched_or_the_way_to_fetch_it_is_named(tmp_path, capsys, monkeypatch):
     """From its cache, as where there is no network."""
     monkeypatch.chdir(tmp_path)
