@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
@@ -80,6 +81,18 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Refuse the folder of an adapter of PEFT, which is no model."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").exists():
+        how = "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)"
+        raise DepthgateError(f"{folder} is an adapter of PEFT, and no model: merge it first, as {how} does")
+
+
+def leftovers(target: Path) -> list[Path]:
+    """What killed processes have begun to write for `target`, and not that of `target.more`."""
+    return list(target.parent.glob(f".{escape(target.name[:200])}.{'[0-9a-f]' * 8}.part"))
 
 
 def _part(parent: Path, name: str) -> Path:

@@ -50,6 +50,21 @@ def test_a_batch_is_what_generate_says(model):
     config.eos_token_id = 2
 
 
+@pytest.mark.parametrize("saved", [None, ["depth_router"]])
+def test_an_adapter_is_merged_first(folder, saved):
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install 'depthgate[finetune]'")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=saved)
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).eval()
+    with pytest.raises(dg.DepthgateError, match=r"has an adapter.*merge_and_unload\(\)"):
+        adapted.generate_batch(PROMPTS, generation_config=GenerationConfig(max_new_tokens=4, do_sample=False))
+    merged = adapted.merge_and_unload()
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, pad_token_id=2, eos_token_id=2)
+    found = merged.generate_batch(PROMPTS, generation_config=config)
+    assert [each.generated_tokens for each in found.values()] == [
+        generated(merged, p, generation_config=config) for p in PROMPTS
+    ]
+
+
 def test_sampling_follows_the_config_and_torchs_seed(model):
     config = GenerationConfig(do_sample=True, top_k=5, temperature=0.7, max_new_tokens=12, eos_token_id=2)
 

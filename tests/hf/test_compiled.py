@@ -71,3 +71,12 @@ def test_one_graph_has_a_slot_for_every_token():
     call = torch.compile(model, backend="aot_eager", fullgraph=True)
     close(call(ids, use_cache=False).logits, want)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_an_exported_model_says_what_the_model_says_of_any_text(strict):
+    model, ids = short(routed("llama")), tokens(4, 20)
+    exported = torch.export.export(model, (ids[:2],), {"use_cache": False}, strict=strict).module()
+    for some in (ids[:2], ids[2:]):  # of which others enter
+        close(exported(some, use_cache=False).logits, model(some, use_cache=False).logits)

@@ -80,6 +80,19 @@ def test_a_routed_model_computes_with_weights_on_disk(tmp_path, rule):
         close(again(ids).logits, model(ids).logits)
 
 
+@torch.no_grad()
+def test_routers_are_calibrated_where_they_can_be_changed(tmp_path):
+    ids, want = tokens(4, 16), dg.hf.convert(dense("llama"), 0.25, ROUTED)
+    want.save_pretrained(tmp_path / "saved")
+    dg.hf.calibrate(want, ids)
+    model = dg.hf.convert(placed(dense("llama"), "llama", "disk", tmp_path / "off"), 0.25, ROUTED)
+    dg.hf.calibrate(model, ids)  # its routers came after the others were placed
+    close(model(ids, causal_routing=False).logits, want(ids, causal_routing=False).logits)
+    how = {"device_map": places("llama", "disk"), "offload_folder": str(tmp_path / "more")}
+    with pytest.raises(dg.DepthgateError, match=r"offloaded \(device_map\).*before it is placed"):
+        dg.hf.calibrate(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **how), ids)
+
+
 def test_a_layer_whose_forward_was_replaced_is_refused():
     model = dense("llama")
     layer = model.model.layers[1]

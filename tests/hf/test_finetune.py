@@ -82,6 +82,16 @@ def test_it_recovers_what_routing_lost_and_leaves_the_model_alone(home, capsys):
         close(model(ids[:, :7]).logits, model(ids).logits[:, :7])
 
 
+def test_flops_are_those_of_the_capacity_however_training_chooses(home):
+    """Before it has learnt anything, a causal rule routes all tokens."""
+    told = {}
+    for mode in ("auto", "causal"):
+        save_model(home / mode, capacity=0.5, routing_mode=mode)
+        assert finetune(home, f"of-{mode}", "--steps", "2", "--loss", "text", model=mode) == 0
+        told[mode] = [row["flops"] for row in rows(home / f"of-{mode}")]
+    assert told["auto"] == told["causal"]
+
+
 @pytest.mark.parametrize(
     ("steps", "share", "want"),
     [(3, 0.1, [1.0, 0.5, 0.5]), (3, 1.0, [1.0, 0.75, 0.5]), (2, 0.0, [0.5, 0.5]), (1, 0.1, [0.5])],
@@ -213,6 +223,14 @@ def test_what_is_wrong_is_said_and_nothing_is_left(home, capsys, monkeypatch, op
     assert re.search(re.escape(why), capsys.readouterr().err)
     assert {path: path.stat().st_mtime_ns for path in (home / "model").iterdir()} == before
     assert not [path for path in (home / "out").glob("*") if not path.name.startswith(".")]
+
+
+def test_a_folder_without_a_run_is_named_where_one_is_to_go_on(tmp_path, capsys):
+    assert main(["finetune", "--out", str(tmp_path / "typo"), "--resume"]) == 2
+    assert "typo, which holds no run to resume" in capsys.readouterr().err
+    assert not (tmp_path / "typo").exists()
+    with pytest.raises(SystemExit, match="0"):
+        main(["finetune", "--resume", "--help"])
 
 
 def test_without_peft_lora_says_what_to_install(home, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
+import numpy as np
 import torch
 import transformers
 from transformers import (
@@ -108,6 +109,9 @@ def test_each_layer_may_have_a_capacity_of_its_own(tmp_path):
     assert [layer.depth_router.capacity for layer in dg.hf.routed_layers(again)] == [0.25, 0.75]
     dg.hf.set_capacity(again, 0.5)
     assert again.config.depthgate["capacity"] == 0.5
+    dg.hf.set_capacity(again, np.float32(0.25))
+    assert again.config.depthgate["capacity"] == 0.25
+    assert dg.hf.convert(dense("llama"), np.float32(0.25)).config.depthgate["capacity"] == 0.25
     changes = dg.hf.layer_changes(dense("llama"), ids)
     by_change = dg.hf.convert(dense("llama"), 0.4, [0, 1, 2], capacity_by="change", calibration=ids)
     shares = by_change.config.depthgate["capacity"]
@@ -119,6 +123,19 @@ def test_each_layer_may_have_a_capacity_of_its_own(tmp_path):
         if wrong != [0.5]:
             with pytest.raises(dg.DepthgateError, match="capacity"):
                 dg.hf.set_capacity(model, wrong)
+
+
+def test_capacities_go_with_the_layers_that_they_are_given_for(tmp_path):
+    """In whatever order these are named: they are sorted."""
+    wanted = {"layers": [0, 1, 3], "capacity": [0.5, 0.25, 0.75]}
+    model = dg.hf.convert(dense("llama"), [0.75, 0.5, 0.25], [3, 0, 1])
+    assert {name: model.config.depthgate[name] for name in wanted} == wanted
+    assert [layer.depth_router.capacity for layer in dg.hf.routed_layers(model)] == wanted["capacity"]
+    model.save_pretrained(tmp_path)
+    given = {"layers": [1, 3, 0], "capacity": [0.25, 0.75, 0.5]}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, depthgate=given)
+    assert {name: again.config.depthgate[name] for name in wanted} == wanted
+    assert [layer.depth_router.capacity for layer in dg.hf.routed_layers(again)] == wanted["capacity"]
 
 
 @torch.no_grad()

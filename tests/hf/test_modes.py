@@ -126,6 +126,31 @@ def test_preferences_begin_where_policy_and_reference_are_one_model(tmp_path):
     assert abs(first["auto"]["loss"] - 0.6931) > 1e-3
 
 
+def test_a_predictor_keeps_the_parts_of_a_step_alike(tmp_path):
+    """It moves with the weights, when all parts have been added up; a threshold has moved before the second."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    mixed("predictor").save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", routing_mode="causal")
+    words = [text.split() for text in texts(8, 16)]
+    rows = [{"prompt": w[0], "chosen": " " + " ".join(w[1:9]), "rejected": " " + " ".join(w[9:])} for w in words]
+    args = options(trl.DPOConfig, tmp_path / "out", max_length=48, gradient_accumulation_steps=4)
+    how = {"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer_in(tmp_path)}
+    assert trained(trl.DPOTrainer(model, args=args, **how))[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_a_model_with_an_adapter_has_its_mode_in_the_config():
+    """PEFT's model hands reading on, and keeps what is written to it."""
+    peft = pytest.importorskip("peft")
+    ids = tokens(2, 24)
+    model = peft.get_peft_model(mixed(), peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["depth_router"]))
+    model.config.routing_mode = "causal"
+    assert model.routing_mode == "causal"
+    with torch.no_grad():
+        close(model.train()(ids, use_cache=False).logits, model.eval()(ids, use_cache=False).logits)
+
+
 def test_supervised_and_group_relative_steps_begin_at_the_models_own_numbers(tmp_path):
     """The first loss of SFT is the model's own in evaluation; the first ratios of GRPO are 1."""
     trl = pytest.importorskip("trl")

@@ -1,5 +1,7 @@
 """The causal rules inside a transformers model: each generates as it computes, and learns from ordinary training."""
 
+import warnings
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
@@ -70,6 +72,17 @@ def test_a_call_may_give_the_loss_of_the_rule_another_weight():
     for whole, part in zip(*found, strict=True):
         close(4 * part, whole)
         assert whole.abs().max() > 0
+
+
+@pytest.mark.parametrize("rule", ["scores", "predictor", "threshold"])
+def test_float16_is_warned_of_where_a_scaler_would_shrink_the_loss_of_the_rule(rule):
+    """It divides all gradients by its scale, and the rule's loss was never multiplied by it."""
+    model, ids = routed("llama", rule=rule).train(), tokens(2, 8)
+    for dtype, wanted in ((torch.bfloat16, False), (torch.float16, rule != "threshold")):
+        with warnings.catch_warnings(record=True) as said, torch.autocast("cpu", dtype):
+            warnings.simplefilter("always")
+            model(ids, labels=ids, use_cache=False)
+        assert any("gradient scaler" in str(each.message) for each in said) == wanted
 
 
 @checkpointing

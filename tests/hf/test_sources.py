@@ -1,12 +1,15 @@
 """What `depthgate convert`, `finetune` and `eval` say to odd folders and names: one line, exit code 2, nothing left."""
 
 import json
+from fnmatch import fnmatch
 
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
 import huggingface_hub
+import torch
+from safetensors.torch import load_file
 
 from depthgate.cli import main
 from tests.hf.words import save_model, write_text
@@ -66,6 +69,16 @@ def test_leftovers_of_a_killed_conversion_are_cleared_and_empty_auto_maps_are_no
     assert sum(written["depthgate"]["capacity"]) == pytest.approx(1.0, abs=1e-3)
 
 
+def test_a_conversion_leaves_alone_what_another_one_is_writing(tmp_path):
+    save_model(tmp_path / "model")
+    others = [tmp_path / name for name in (".a.25.0badcafe.part", ".a[1].25.0badcafe.part", ".b.0badcafe.part")]
+    for each in (*others, tmp_path / ".a[1].0badcafe.part"):
+        each.mkdir()
+    for name in ("a", "a[1]"):
+        assert convert(tmp_path / "model", tmp_path / name) == 0
+    assert sorted(tmp_path.glob(".*")) == sorted(others)
+
+
 def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(tmp_path, capsys):
     path = save_model(tmp_path / "model", capacity=0.5) / "config.json"
     values = json.loads(path.read_text())
@@ -89,6 +102,19 @@ def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(
     assert "gone is not a folder" in capsys.readouterr().err
 
 
+def test_the_folder_of_an_adapter_is_named_as_one(tmp_path, capsys):
+    """What Trainer and TRL save where PEFT trains: the model is elsewhere."""
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    write_text(tmp_path / "text.txt")
+    look, out = ["--data", str(tmp_path / "text.txt")], ["--out", str(tmp_path / "out")]
+    model = ["--model", str(tmp_path / "adapter")]
+    for command in (["convert", *out], ["finetune", *out, *look], ["eval", *look], ["generate", "--prompt", "w3"]):
+        assert main([*command, *model]) == 2
+        assert "is an adapter of PEFT, and no model: merge it first" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_name_on_the_hub_is_fetched_or_the_way_to_fetch_it_is_named(tmp_path, capsys, monkeypatch):
     """From its cache, as where there is no network."""
     monkeypatch.chdir(tmp_path)
@@ -105,3 +131,32 @@ def test_a_name_on_the_hub_is_fetched_or_the_way_to_fetch_it_is_named(tmp_path, 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **more: found(name, **{**more, **how}))
     assert convert("someone/tiny", tmp_path / "out") == 0
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_what_is_fetched_from_the_hub_is_all_that_is_read(tmp_path, monkeypatch):
+    """Templates and vocabularies of any kind; weights as safetensors, or else as they are."""
+    made = save_model(tmp_path / "hub") / "model.safetensors"
+    (made.parent / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, **how: asked.append(how) or made.parent)
+
+    def fetches(name):
+        return any(fnmatch(name, pattern) for pattern in asked[-1]["allow_patterns"])
+
+    assert convert("someone/tiny", tmp_path / "out") == 0
+    assert (tmp_path / "out" / "chat_template.jinja").is_file()
+    names = ["model-00001-of-00002.safetensors", "model.safetensors.index.json", "config.json", "merges.txt"]
+    names += [
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "tokenizer.model",
+        "qwen.tiktoken",
+        "LICENSE",
+    ]
+    assert all(map(fetches, names))
+    assert not fetches("pytorch_model.bin")
+    torch.save(load_file(made), made.with_name("pytorch_model.bin"))
+    made.unlink()
+    assert convert("someone/tiny", tmp_path / "from-bin") == 0
+    assert len(asked) == 3
+    assert fetches("pytorch_model.bin")

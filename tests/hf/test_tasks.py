@@ -53,7 +53,7 @@ def test_a_converted_model_is_judged_by_its_causal_choice(tmp_path, task, capsys
         with torch.no_grad():
             right += int(model(ids).logits[0, -1, [5, 50, 95]].argmax() == i % 3)
     assert found["documents"] == 9
-    assert found["metrics"]["acc"] == pytest.approx(right / 9)
+    assert found["metrics"] == {"acc": pytest.approx(right / 9)}
     card = (folder / "README.md").read_text()
     assert card.startswith(f"# mine\n\n## Measured on {task}\n\nBy `depthgate eval --model {folder} --tasks {task} ")
     assert f"| acc | {right / 9:.6g} |\n" in card

@@ -141,6 +141,14 @@ def test_too_little_text_is_said_before_anything_is_computed(documents, length, 
         measure(None, [" ".join(["again"] * length)] * documents, ["word"], 3)
 
 
+def test_there_are_no_more_items_than_places_in_the_text():
+    """Else most items are there twice, and the standard error is that of others."""
+    few = [" ".join(f"{name}{i}" for i in range(60)) for name in "ab"]  # nine places in each
+    assert len(items(few, "word", 18)) == 18
+    with pytest.raises(DepthgateError, match=r"2 documents .* too little for 19 items of the task 'word': .* --limit"):
+        items(few, "word", 19)
+
+
 def test_weights_that_are_no_numbers_are_said():
     model = decoder()
     model.embed.weight.data.fill_(float("nan"))

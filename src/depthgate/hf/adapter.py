@@ -176,7 +176,8 @@ def evaluate_task(config: EvalConfig) -> dict[str, Any]:
         )
     except Exception as error:  # a task may hold code and templates of its own
         raise DepthgateError(f"lm-eval cannot do {file}: {type(error).__name__}: {str(error)[:300]}") from error
-    metrics = {key.removesuffix(",none"): value for key, value in found["results"][name].items() if "stderr" not in key}
+    results = found["results"][name].items()  # figures as "acc,none", and what lm-eval knows of the task
+    metrics = {key.removesuffix(",none"): value for key, value in results if "," in key and "stderr" not in key}
     count = found["n-samples"][name]["effective"]
     return {"model": config.model, "tasks": config.tasks, "documents": count, "metrics": metrics}
 

@@ -18,7 +18,7 @@ import depthgate.hf.families as families
 from depthgate.config import ConvertConfig, check_neutral
 from depthgate.data.sources import documents
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice
-from depthgate.files import new_folder
+from depthgate.files import leftovers, new_folder
 from depthgate.hf.adapter import collected
 from depthgate.hf.card import write_card
 from depthgate.hf.classes import RoutedModel, config_class, install, model_class, register_models, uninstall
@@ -53,7 +53,7 @@ def convert(
     Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1 (others are refused), and
     every causal rule routes all tokens: in evaluation, and in training at capacity 1, nothing changes at first.
 
-    capacity: share of the tokens that a routed layer takes, or a share for each routed layer, in their order.
+    capacity: share of the tokens that a routed layer takes, or a share for each of `layers`, in the order given there.
     layers: 'every_other' (1, 3, ...), numbers of layers, or 'auto': the half that changes its tokens least on
     `calibration`, token ids (B, T) or a dict of the model's inputs. rule_loss: weight of the loss that teaches the
     rule; a threshold needs none, and keeps a share `decay` of itself in every step. routing_mode: 'auto' (top k while
@@ -77,10 +77,12 @@ def convert(
         raise InvalidValueError(f"{what}: give both, or neither")
     chosen: Any = range(1, depth, 2) if name == "every_other" else layers
     changes = layer_changes(model, calibration) if measured else []
-    chosen = families.checked_layers(least_changing(changes) if name == "auto" else chosen, depth)
+    named: Any = least_changing(changes) if name == "auto" else chosen
+    chosen = families.checked_layers(named, depth)
+    capacity = families.in_order(named, capacity)
     if capacity_by == "change":
         capacity = shared_out(capacity, [changes[i] for i in chosen])
-    shares = float(capacity) if isinstance(capacity, float | int) else tuple(map(float, capacity))
+    shares = tuple(map(float, capacity)) if isinstance(capacity, Sequence) else float(capacity)
     routing = Routing(chosen, shares, gate, rule, float(rule_loss), float(decay))
     config = _with_config(model, config_class(kind))
     config.depthgate, config.routing_mode = routing.written(), routing_mode
@@ -325,5 +327,5 @@ def save(model: Any, write_tokenizer: Callable[[Path], None], out: Path, last: s
         routing = [getattr(each.config, "depthgate", None) for each in (loaded, model)]
         if not same or routing[0] != routing[1]:
             raise DepthgateError(f"what was saved is not what was in memory: {out} is not written")
-    for left in out.parent.glob(f".{out.name}.*.part"):  # by a process that was killed while it wrote
+    for left in leftovers(out):
         shutil.rmtree(left, ignore_errors=True)

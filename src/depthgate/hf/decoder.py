@@ -56,7 +56,10 @@ def _may_break() -> bool:
     """False for fullgraph=True and exported graphs, which cannot look at values in between: all tokens have slots."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    tracing: Any = InstructionTranslator.current_tx()
+    try:
+        tracing: Any = InstructionTranslator.current_tx()
+    except AttributeError:  # nothing is compiled: torch.export runs the model itself, unless strict=True
+        return False
     # Asked by compiled code, torch 2.11 always says that it exports.
     return not (tracing.one_graph or tracing.error_on_graph_break or torch.compiler.is_exporting())
 

@@ -109,6 +109,8 @@ def to_decoder(model: Any, kind: type[AnyDecoder] = Decoder) -> AnyDecoder:  # t
     if not hasattr(config, "model_type") or not hasattr(model, "get_output_embeddings"):
         raise InvalidValueError(f"model is a {type(model).__name__}: it must be a language model of transformers")
     ours, theirs = our_values(config), dict(model.state_dict())
+    if any(".base_layer." in name or ".modules_to_save." in name for name in theirs):
+        raise DepthgateError("the model has an adapter, which the engine cannot run: call merge_and_unload() first")
     with torch.device("meta"):
         decoder = kind(ours)
     table = {name: theirs_of(name, config.model_type) for name in decoder.state_dict()}

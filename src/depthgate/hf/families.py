@@ -169,7 +169,7 @@ class Routing(Options):
     decay: float = number(0.9, "[0, 1)")  # of a threshold, in every step of training
 
     def check_together(self) -> None:
-        if not isinstance(self.capacity, float | int) and len(self.capacity) != len(self.layers):
+        if isinstance(self.capacity, tuple) and len(self.capacity) != len(self.layers):
             what = f"capacity has {len(self.capacity)} values, and {len(self.layers)} layers are routed"
             raise InvalidValueError(f"{what}: give one for all, or one for each")
 
@@ -190,7 +190,8 @@ class Routing(Options):
             raise InvalidValueError(f"{what}: it may have {', '.join(sorted(known))}")
         capacity = values.get("capacity", cls.capacity)
         capacity = tuple(capacity) if isinstance(capacity, list) else capacity
-        return cls(**{**values, "layers": checked_layers(values["layers"], depth), "capacity": capacity})
+        layers = checked_layers(values["layers"], depth)
+        return cls(**{**values, "layers": layers, "capacity": in_order(values["layers"], capacity)})
 
     def written(self) -> dict[str, Any]:
         """The values as a config holds them."""
@@ -208,3 +209,10 @@ def checked_layers(layers: Any, depth: int) -> tuple[int, ...]:
     if len(set(numbers)) < len(numbers):
         raise InvalidValueError(f"layers is {list(layers)}: name each layer once")
     return tuple(sorted(numbers))
+
+
+def in_order(layers: Sequence[int], capacity: Any) -> Any:
+    """The capacity that goes with layers once these are sorted; one for all of them, and a wrong number, as it is."""
+    if not isinstance(capacity, tuple | list) or len(capacity) != len(layers):
+        return capacity
+    return tuple(share for _, share in sorted(zip(layers, capacity, strict=True)))

@@ -11,6 +11,7 @@ import torch
 
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, installed
+from depthgate.files import check_no_adapter
 from depthgate.hf.families import FAMILIES, OURS, PREFIX, heads
 
 CODE = "modeling_depthgate"  # the module in a saved folder that auto_map names
@@ -18,6 +19,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*")
 _LEAST = {"num_hidden_layers": 1, "n_layer": 1, "max_position_embeddings": 2, "n_positions": 2}
 _VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "tokenizer.model*", "vocab.*", "tekken.json", "*.tiktoken")
 _MORE_FILES = ("tokenizer_config.json", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_OF_HUB = (*_VOCABULARIES, *_MORE_FILES, "*.json", "*.model", "*.txt", "*.jinja", "LICENSE*")
 _SAMPLE = "In 1905, 1234.56? It's  a\ttest:\r\n\n    if (x != 'y') { z += 1; }  Über Größe, 東京都, привет 👍🏽\n"
 _CAUSES = {  # of errors whose own words mislead, by a part of these
     "must be a mapping": "it does not hold names with values",
@@ -96,6 +98,7 @@ def check_code(named: Any, model_type: str, name: str = "auto_map") -> None:
 def check_config(folder: Path) -> dict[str, Any]:
     """The values of a model's config.json; refused if it is damaged or names code that is not ours."""
     path = folder / "config.json"
+    check_no_adapter(folder)
     if not path.is_file():
         raise DepthgateError(f"{folder} has no config.json: give the folder of a Hugging Face model, or a GGUF file")
     config = _read_json(path)
@@ -133,7 +136,10 @@ def fetched(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], "*.json", "*.model", "*.txt", "LICENSE*"]))
+        found = Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], *_OF_HUB]))
+        return (
+            found if _has(found, _WEIGHTS[:1]) else Path(snapshot_download(name, allow_patterns=[*_WEIGHTS, *_OF_HUB]))
+        )
     except Exception as error:  # of the network, of the hub, of a name that it does not know
         why = f"{name} is not a folder, and cannot be fetched ({' '.join(str(error).partition('. ')[0].split())[:200]})"
         how = f"where there is a network: hf download {name} --local-dir {path.name}; then give --model {path.name}"

@@ -20,6 +20,7 @@ from depthgate.routing.causal import Threshold
 from depthgate.routing.losses import causal_bce, with_loss
 from depthgate.routing.plan import Slots
 from depthgate.routing.routers import TopTokens
+from depthgate.routing.training import warn_of_scaler
 
 BOUND_STEPS = 64  # a bound of slots is counted in parts of all tokens
 _FIRST_SPARE = 1 / 32  # of the capacity, until a pass needs more
@@ -190,4 +191,5 @@ def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:
     if plan.causal:  # the rule learns what the top k would have been
         best = top_of_documents(plan.scores.detach().mT, plan.valid, tokens.doc, capacity)
         plan = plan._replace(slot=torch.where(best, 0, -1).mT, causal=False)
+    warn_of_scaler(y, "train in bfloat16, or by the rule 'threshold', or multiply rule_loss= of each call by its scale")
     return with_loss(y, tokens.rule_loss * causal_bce(plan))

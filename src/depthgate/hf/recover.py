@@ -136,7 +136,9 @@ class Recovery:
         for capacity in (1.0, own):
             self.set_capacity(capacity)
             with torch.compiler.set_stance("force_eager"), low:
-                counts.append(count_flops(lambda: self.language.hidden(tokens, pos)) / self.config.seq + head)
+                counts.append(
+                    count_flops(lambda: self.language.hidden(tokens, pos, causal=False)) / self.config.seq + head
+                )
         passes = 3 if self.config.train == "full" else 2  # frozen weights have no gradients of their own
         taught = counts[0] if self.teacher is not None else 0
         return passes * counts[0] + taught, passes * counts[1] + taught, own
@@ -222,6 +224,9 @@ def calibrate(model: Any, batch: Any) -> None:
     layers = routed_layers(model)
     if not layers:
         raise DepthgateError("the model has no routed layers: convert it with dg.hf.convert")
+    if any(weight.is_meta for layer in layers for weight in layer.depth_router.parameters()):
+        what = "weights of routers are offloaded (device_map), where they cannot be changed"
+        raise DepthgateError(f"{what}: calibrate the model before it is placed, save it, and load it from there")
     inputs, mask = calibration_inputs(model, batch)
     with _all_dense(model, layers) as seen:
         model(**inputs, use_cache=False, causal_routing=False)

@@ -35,6 +35,14 @@ def warn_when_traced(text: str) -> None:
     warn_once(text)
 
 
+def warn_of_scaler(y: Tensor, remedy: str) -> None:
+    """Warn where y is computed in float16, which needs a gradient scaler: what it divides includes routers' losses."""
+    device = y.device.type
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+        what = "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient scaler"
+        warn_when_traced(f"{what}: {remedy}")
+
+
 def router_loss(plan: Plan, rule: float, balance: float, z: float) -> Tensor | None:
     """The weighted sum of the losses that a plan of this kind has; None if it has none.
 
@@ -78,14 +86,10 @@ class RouterTraining(nn.Module):
         loss = router_loss(plan, **self.weights) if self.weights and torch.is_grad_enabled() else None
         if loss is None or not loss.requires_grad:
             return y
-        device = y.device.type
         if self.scale is not None:
             loss = loss * self.scale
-        elif torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            warn_when_traced(
-                "routers put losses of scale 1 into the backward pass, but float16 is trained with a gradient "
-                "scaler: call dg.set_loss_scale(model, scaler.get_scale()) before each step"
-            )
+        else:
+            warn_of_scaler(y, "call dg.set_loss_scale(model, scaler.get_scale()) before each step")
         return with_loss(y, loss)
 
 

@@ -47,11 +47,13 @@ def items(texts: Iterable[str], task: str, count: int) -> list[Item]:
     """Items of a task, the same for every model."""
     chance = random.Random(f"{task} 0")  # as for the figures in docs/log.md
     long = [words for text in texts if len(words := text.split()) > _CONTEXT + _SPAN]
-    drawn = (_item(long, task, chance) for _ in range(_TRIES * count if long else 0))
+    places = sum(len(words) - _CONTEXT - _SPAN + 1 for words in long)  # with more items, most would be there twice
+    drawn = (_item(long, task, chance) for _ in range(_TRIES * count if places >= count else 0))
     found = list(islice(filter(None, drawn), count))
     if len(found) < count:
         what = f"{len(long)} documents of more than {_CONTEXT + _SPAN} words"
-        raise DepthgateError(f"the text has {what}, too little for {count} items of the task {task!r}: give more text")
+        why = f"the text has {what}, too little for {count} items of the task {task!r}"
+        raise DepthgateError(f"{why}: give more text, or a lower --limit")
     return found
 
 
