@@ -44,6 +44,8 @@ def test_shards_outside_the_folder_and_texts_of_a_word(tmp_path, capsys):
     assert "makes 1 tokens of" in capsys.readouterr().err
     assert convert("", tmp_path / "out") == 2
     assert "model is empty" in capsys.readouterr().err
+    assert convert(folder, "") == 2
+    assert "out is empty" in capsys.readouterr().err
     for names in (["model.norm.weight"], {"model.norm.weight": "../outside.safetensors"}, {"model.norm.weight": 3}):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
         assert convert(folder, tmp_path / "out") == 2

@@ -210,6 +210,8 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     out = Path(config.out)
     if not config.model:
         raise InvalidValueError("model is empty: give the folder of a Hugging Face model, or its name on the hub")
+    if not config.out:
+        raise InvalidValueError("out is empty: give the folder to write")
     check_new(out, Path(config.model))
     source = fetched(config.model)
     if gguf_of(source) is None:

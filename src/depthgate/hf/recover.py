@@ -218,8 +218,8 @@ def unscale_routers(layers: Sequence[RoutedLayer]) -> None:
 @torch.no_grad()
 def calibrate(model: Any, batch: Any) -> None:
     """Set the routers of a converted model from what its layers, all dense, do to the tokens of a batch: token ids
-    (B, T) or a dict of the model's inputs. A score is the logarithm of how much its layer adds to a token, |f(x) - x|, as
-    well as a linear function of the token tells it; the first of a text, where all others look, is put first.
+    (B, T) or a dict of the model's inputs. A score is the logarithm of how much its layer adds to a token, |f(x) - x|,
+    as well as a linear function of the token tells it; the first of a text, where all others look, is put first.
     The rules `scores` and `threshold` then route the capacity; a predictor has to learn it."""
     layers = routed_layers(model)
     if not layers:
