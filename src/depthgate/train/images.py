@@ -76,7 +76,7 @@ class Classification:
         wide = images.pixels[: 2**14].float() / 255
         model.pixel_mean.copy_(wide.mean((0, 2, 3)))
         model.pixel_std.copy_(wide.std((0, 2, 3)).clamp(min=1e-3))
-        self.model = spread(model.to(world.device), config.compile, world)
+        self.model = spread(model.to(world.device), config.compile, world, "forward")
         compiled = config.compile and world.size == 1
         self._forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self._augmented = torch.compile(augmented, dynamic=False) if compiled else augmented
