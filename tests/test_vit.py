@@ -61,6 +61,19 @@ def test_an_image_among_larger_ones_is_what_it_is_alone(pattern, pooling):
     close(vit(padded, mask=mask).logits, together[:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(16, 2), (4, 12), (12, 6)], ids=str)
+def test_positions_of_another_size_are_stretched_channel_by_channel(size, dtype):
+    vit = small("dense").to(dtype)
+    images = vit.normalised(bytes_of(1, 3, *size))
+    rows, columns = vit.config.patches_of(*size)
+    patches = torch.nn.functional.unfold(images.double(), vit.config.patch_size, stride=vit.config.patch_size).mT
+    learnt = vit.position.double().mT.reshape(-1, 1, 1, 2, 6)  # (D, 1, 1, rows, columns)
+    stretched = [torch.nn.functional.interpolate(c, (rows, columns), mode="bicubic", antialias=True) for c in learnt]
+    wanted = vit.patch.double()(patches) + torch.stack(stretched).flatten(1).mT
+    close(vit.to(dtype).embed(images)[0].double(), wanted, dtype)
+
+
 def test_a_mod_layer_always_takes_class_and_registers():
     vit = small("mod", start=0, pooling="class", registers=2, capacity=0.3)
     for plan in vit(bytes_of(3, 3, 8, 12)).plans:

@@ -251,9 +251,12 @@ class ViT(nn.Module):
         """The embedding of a grid's positions (rows * columns, D): as learnt, or stretched to another grid."""
         if (rows, columns) == self.config.grid:
             return self.position
-        learnt = self.position.view(1, *self.config.grid, -1).permute(0, 3, 1, 2)
-        found = F.interpolate(learnt, (rows, columns), mode="bicubic", antialias=True)
-        return found.flatten(2)[0].mT
+        # Contiguous: torch 2.13 mixes up the channels of others where one column is asked for. Not in halves: on a CPU
+        # it cannot.
+        learnt = self.position.view(1, *self.config.grid, -1).permute(0, 3, 1, 2).contiguous()
+        wide = learnt.to(torch.promote_types(learnt.dtype, torch.float32))
+        found = F.interpolate(wide, (rows, columns), mode="bicubic", antialias=True)
+        return found.flatten(2)[0].mT.to(learnt.dtype)
 
     def _positions_within(self, real: Tensor) -> Tensor:
         """The same for images of different sizes, each with the positions that it has alone: (B, rows * columns, D)."""
