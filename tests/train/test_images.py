@@ -93,7 +93,10 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     folder.mkdir()
     Image.fromarray(images.pixels[0].permute(1, 2, 0).numpy()).save(folder / "one.png")
     capsys.readouterr()
-    for given, many in ([], 10), ([f"--images={folder}"], 1):
+    for text in ("--prompt=a", "--text=a.txt"):
+        assert main(["view", f"--model={run}", f"--out={tmp_path / 'none.html'}", text]) == 2
+        assert "reads no text" in capsys.readouterr().err
+    for given, many in ([], 12), ([f"--images={folder}"], 1):
         assert main(["view", f"--model={run}", f"--out={tmp_path / 'page.html'}", *given, "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["images"]
         assert len(shown) == many
@@ -105,6 +108,20 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     assert main(["view", f"--model={run}", f"--images={tmp_path / 'none'}"]) == 2
     assert main(["generate", f"--model={run}", "--prompt=a"]) == 2
     assert "a run of images" in capsys.readouterr().err
+
+
+def test_pages_show_images_of_all_classes_by_their_numbers(tmp_path, capsys):
+    """Also where classes come in turn, or one after another."""
+    pixels = np.random.default_rng(0).integers(0, 256, (72, 8, 8, 3), np.uint8)
+    for name, labels in (("turn", np.arange(72) % 3), ("sorted", np.arange(72) // 24)):
+        np.savez(tmp_path / "a.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
+        assert train(tmp_path / name, tmp_path / "a.npz", 1) == 0
+        capsys.readouterr()
+        assert main(["view", f"--model={tmp_path / name}", f"--out={tmp_path / 'a.html'}", "--json"]) == 0
+        shown = [image["image"] for image in json.loads(capsys.readouterr().out)["images"]]
+        told = [[int(part) for part in re.findall(r"\d+", image)] for image in shown]
+        assert [labels[number] for number, _ in told] == [label for _, label in told]
+        assert ({label for _, label in told}, len(told)) == ({0, 1, 2}, 12)
 
 
 def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
@@ -253,11 +270,16 @@ def test_the_task_may_stand_in_a_file_and_a_run_keeps_it(tmp_path, data, capsys)
         f"--out={tmp_path / 'run'}",
         "--device=cpu",
     ]
+    assert main(["train", *options, "--epochs=0.5", "--steps=1000", "--batch=8"]) == 2
+    assert "steps is 1000, and epochs is 0.5: give one of them" in capsys.readouterr().err
     assert main(["train", *options, "--epochs=0.5", "--batch=8"]) == 0
+    assert "2 classes; 3 steps" in capsys.readouterr().err
     asked = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (asked["task"], asked["model"]["pattern"], asked["steps"]) == ("images", "moe", 3)
     assert main(["train", *options, "--steps=3"]) == 2
     assert "--resume" in capsys.readouterr().err
+    assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=0.8"]) == 0  # steps of the run give way
+    assert len(rows(tmp_path / "run")) == 4
     other = dict(np.load(data))
     np.savez(data, **{**other, "x_train": other["x_train"][::-1]})
     assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=1"]) == 2
@@ -284,6 +306,7 @@ def test_studies_of_images(tmp_path, data, capsys):
         ("--variants dense,soft_mo", "soft_moe?"),
         ("--variants dense:patch=3", "8 is not divisible by the height of a patch, 3"),
         ("--samples 5", "samples is 5: it is for text"),
+        ("--points 3", "points is 3: it is for text"),
         ("--tokenizer bpe --vocab 300", "tokenizer is 'bpe': it is for text"),
         ("--budgets 1e6", "lower --batch"),
     ):

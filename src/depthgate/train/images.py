@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from depthgate.data.batches import Rows
-from depthgate.data.images import Images, Shuffled, augmented, chance, open_images
+from depthgate.data.images import Images, Shuffled, augmented, chance, open_images, some_of
 from depthgate.device import ALONE, World, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
@@ -33,7 +33,7 @@ def train(config: ImagesConfig, resume: bool) -> int:
         if world.first:
             stack.enter_context(run_folder.opened(config, resume))
             many = f"{len(images.labels):,} to train on, {len(held_out.labels):,} held out"
-            print(f"{config.data}: {many}, {len(images.names)} classes", file=sys.stderr)
+            print(f"{config.data}: {many}, {len(images.names)} classes; {config.steps:,} steps", file=sys.stderr)
         world.wait()
         task = Classification(config, images, world)
         graph = optim.capturable(config, world, experts="moe" in config.model.kinds)
@@ -41,8 +41,8 @@ def train(config: ImagesConfig, resume: bool) -> int:
         optimizers = [optim.adamw(weights, config, _decays, world.device if graph else "")]
         shuffled = Shuffled(images, config.model.context, config.seed, config.repeats)
         loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
-        every = -(-len(held_out.labels) // _GLANCE)  # evenly spread: folders are sorted by class
-        seen = Images(held_out.pixels[::every], held_out.labels[::every], images.names)
+        these = some_of(len(held_out.labels), _GLANCE)
+        seen = Images(held_out.pixels[these], held_out.labels[these], images.names)
         loop.look = lambda: glance(task.model, seen, config, world.device)
         loop.look_every = max(-(-config.steps // 10), 32 * len(seen.labels) // config.batch)
         return loop.run(resume)
