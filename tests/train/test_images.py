@@ -163,6 +163,27 @@ def test_evaluation_needs_no_image_of_every_class(tmp_path, capsys):
         assert says in capsys.readouterr().err
 
 
+def test_classes_whose_names_are_other_numbers_are_refused(tmp_path, capsys):
+    """The first of the data's classes has no name of the model's, and would be one with the second."""
+    random = np.random.default_rng(1)
+    pixels, labels = random.integers(0, 256, (40, 8, 8, 3), np.uint8), np.arange(40) % 3
+    np.savez(tmp_path / "named.npz", x=pixels, y=labels, classes=["1", "2", "3"])
+    np.savez(tmp_path / "numbered.npz", x=pixels, y=labels)
+    assert train(tmp_path / "run", tmp_path / "named.npz", 1) == 0
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={tmp_path / 'named.npz'}"]) == 0
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={tmp_path / 'numbered.npz'}"]) == 2
+    assert "has the classes 0, 1, 2 where the model has 1, 2, 3" in capsys.readouterr().err
+
+
+def test_bytes_are_normalised_by_images_of_all_classes():
+    pixels = torch.zeros(20_000, 1, 2, 2, dtype=torch.uint8)
+    pixels[15_000:] = 255
+    config = ImagesConfig(data="", model=ViTConfig(image=2, patch=2, channels=1, classes=2, dim=8, heads=1, layers=1))
+    model = Classification(config, Images(pixels, (pixels[:, 0, 0, 0] > 0).long(), ["dark", "light"])).model
+    assert float(model.pixel_mean) == pytest.approx(0.25)
+    assert float(model.pixel_std) == pytest.approx((0.25 * 0.75) ** 0.5, rel=1e-3)
+
+
 class Waits(TorchDispatchMode):
     """Names of operations that make the host wait for the device."""
 

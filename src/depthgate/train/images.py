@@ -73,7 +73,8 @@ class Classification:
         self.config, self.goal, self.capacity = config, config.model.capacity, config.model.capacity
         torch.manual_seed(config.seed)
         model = ViT(config.model)
-        wide = images.pixels[: 2**14].float() / 255
+        N, _, *size = images.pixels.shape
+        wide = images.pixels[some_of(N, 1 + 2**24 // math.prod(size))].float() / 255
         model.pixel_mean.copy_(wide.mean((0, 2, 3)))
         model.pixel_std.copy_(wide.std((0, 2, 3)).clamp(min=1e-3))
         self.model = spread(model.to(world.device), config.compile, world, "forward")
