@@ -1,5 +1,6 @@
 """`depthgate train --task images` from outside: resumed runs, evaluation, pages, and what is refused."""
 
+import html
 import json
 import re
 
@@ -333,3 +334,30 @@ def test_studies_of_images(tmp_path, data, capsys):
     ):
         assert main(["isoflop", *options.split(), f"--out={tmp_path / 'other'}", *more.split()]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_reports_on_images_speak_of_errors_and_images(tmp_path, data, capsys):
+    """Where a text's speak of losses, causal ones and tokens; training and what is drawn beside it are both in nats."""
+    options = f"--task images --data {data} --out {tmp_path / 'study'} --budgets 1e8 --sizes 2 --batch 4 --device cpu"
+    variants = "dense,moe:experts=4:balance_loss=0.02"
+    assert main(["isoflop", *options.split(), "--parallel=1", f"--variants={variants}"]) == 0
+    told, page = capsys.readouterr().out, (tmp_path / "study" / "report.html").read_text()
+    for text in (told, page):
+        assert "balance_loss=0.02" in text
+        assert "balance_error" not in text
+        assert "best error" in text
+        assert not re.search(
+            "best loss|lowest loss|[Ll]oss against|causal loss|held-out text|nats per token|[(]top k[)]", text
+        )
+    assert "Error against parameters and FLOPs" in page
+    assert "nats per image" in page
+    found = [json.loads(html.unescape(chart)) for chart in re.findall(r'data-chart="([^"]*)"', page)]
+    drawn = next(chart for chart in found if chart["y"] == "nats per image")["series"]
+    lines = (tmp_path / "study" / "results.jsonl").read_text().splitlines()
+    losses = [
+        (row["variant"], pytest.approx(row["flops"]), pytest.approx(row["loss"], rel=1e-3))
+        for row in map(json.loads, lines)
+    ]
+    for variant in variants.split(","):
+        flops, loss = next(of for of in drawn if of["name"] == f"{variant}, held out")["points"][0]
+        assert (variant, flops, loss) in losses
