@@ -41,6 +41,9 @@ def test_patterns_begin_in_the_second_half_unless_dense_is_in_them():
     assert dg.ViTConfig(layers=4, pattern="moe,mod", start=1).kinds == ("dense", "moe", "mod", "moe")
     assert dg.ViTConfig(layers=4, pattern="dense,mod").kinds == ("dense", "mod", "dense", "mod")
     assert (dg.ViTConfig.slots, dg.ViTConfig.pooling) == (1, "mean")
+    assert small(experts=1).config.experts == 1  # top_k is for moe
+    with pytest.raises(InvalidValueError, match="top_k is 2"):
+        small("dense,moe", experts=1)
     for name, experts in (("vit-b16-soft", 128), ("vit-tiny-soft", 16)):
         config = dg.ViT.from_preset(name, layers=2, dim=16, heads=2).config
         assert (config.experts, config.slots, config.kinds) == (experts, 1, ("dense", "soft_moe"))
@@ -59,6 +62,19 @@ def test_an_image_among_larger_ones_is_what_it_is_alone(pattern, pooling):
         _, high, wide = image.shape
         padded[row, :, :high, :wide], mask[row, :high, :wide] = vit.normalised(image[None])[0], True
     close(vit(padded, mask=mask).logits, together[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [(16, 2), (4, 12), (12, 6)], ids=str)
+def test_positions_of_another_size_are_stretched_channel_by_channel(size, dtype):
+    vit = small("dense").to(dtype)
+    images = vit.normalised(bytes_of(1, 3, *size))
+    rows, columns = vit.config.patches_of(*size)
+    patches = torch.nn.functional.unfold(images.double(), vit.config.patch_size, stride=vit.config.patch_size).mT
+    learnt = vit.position.double().mT.reshape(-1, 1, 1, 2, 6)  # (D, 1, 1, rows, columns)
+    stretched = [torch.nn.functional.interpolate(c, (rows, columns), mode="bicubic", antialias=True) for c in learnt]
+    wanted = vit.patch.double()(patches) + torch.stack(stretched).flatten(1).mT
+    close(vit.to(dtype).embed(images)[0].double(), wanted, dtype)
 
 
 def test_a_mod_layer_always_takes_class_and_registers():
@@ -108,6 +124,8 @@ REFUSED = {
     "a side": (lambda: small()(bytes_of(1, 3, 8, 13)), "the width of an image, 13 is not divisible"),
     "holes": (lambda: masked([[1, 1, 1], [1, 0, 1]]), "is not a rectangle"),
     "not at the top": (lambda: masked([[0, 0, 0], [1, 1, 1]]), "at the top left"),
+    "a side of nothing": (lambda: small()(bytes_of(1, 3, 0, 12)), "images has shape (1, 3, 0, 12)"),
+    "nothing": (lambda: small()(None), "images is not a tensor"),
     "a list": (lambda: small()([]), "images is not a tensor"),
     "a list of several kinds": (lambda: small()([bytes_of(3, 8, 12), torch.rand(3, 4, 12)]), "several dtypes"),
     "a side in a list": (lambda: small()([bytes_of(3, 8, 12), bytes_of(3, 4, 11)]), "the width of an image, 11"),
@@ -136,6 +154,13 @@ def of_transformers():
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
     return ViTForImageClassification(ViTConfig(**sizes, image_size=12, patch_size=4, num_labels=3)).eval()
+
+
+def of_beit():
+    from transformers import BeitConfig, BeitForImageClassification
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    return BeitForImageClassification(BeitConfig(**sizes, image_size=12, patch_size=4))
 
 
 def of_timm(**more):
@@ -203,14 +228,38 @@ def test_models_that_are_not_plain_vits_are_refused(tmp_path):
         (lambda: of_timm(global_pool="max"), "global_pool='max'"),
         (lambda: of_timm(global_pool="map", class_token=False), "global_pool='map'"),
         (lambda: of_timm(global_pool="avg", fc_norm=False), "a norm before its mean"),
+        (lambda: of_timm(global_pool="avg", pool_include_prefix=True), "class and registers in its mean"),
+        (lambda: of_timm(block_fn=vision.package("timm").models.vision_transformer.ResPostBlock), "with ResPostBlock"),
+        (of_beit, "is not a ViT"),
         (lambda: str(tmp_path), "is not the folder of an image classifier"),
     ):
         with pytest.raises(dg.DepthgateError, match=says):
             dg.ViT.from_pretrained(make())
-    with pytest.raises(InvalidValueError, match="top_k is 1"):
-        dg.ViT.from_pretrained(of_timm(), pattern="moe", top_k=1)
+    for options, says in (
+        ({"pattern": "moe", "top_k": 1}, "top_k is 1"),
+        ({"pattern": "mod", "gate": "raw"}, "gate is 'raw'"),
+        ({"pattern": "dense,mod", "gate": "sigmoid"}, "gate is 'sigmoid'"),
+    ):
+        with pytest.raises(InvalidValueError, match=says):
+            dg.ViT.from_pretrained(of_timm(), **options)
+
+
+def test_folders_of_pretrained_models(tmp_path):
     of_transformers().save_pretrained(tmp_path / "vit")
     assert dg.ViT.from_pretrained(tmp_path / "vit").names == ["LABEL_0", "LABEL_1", "LABEL_2"]
-    about = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]}
-    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(about))
+    about, pixels = (
+        {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.4, 0.5, 0.6]},
+        tmp_path / "vit/preprocessor_config.json",
+    )
+    pixels.write_text(json.dumps(about))
     close(dg.ViT.from_pretrained(tmp_path / "vit").pixel_mean, torch.tensor([0.1, 0.2, 0.3]))
+    pixels.write_text(json.dumps(about | {"do_normalize": False}))
+    images = bytes_of(1, 3, 12, 12)
+    close(dg.ViT.from_pretrained(tmp_path / "vit").normalised(images), images / 255)
+    pixels.write_text("{")
+    with pytest.raises(dg.DepthgateError, match=r"preprocessor_config\.json is damaged"):
+        dg.ViT.from_pretrained(tmp_path / "vit")
+    weights = tmp_path / "vit" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(dg.DepthgateError, match="is not the folder of an image classifier"):
+        dg.ViT.from_pretrained(tmp_path / "vit")

@@ -231,8 +231,8 @@ def _task(words: Sequence[str]) -> str:
 
 def parse(argv: Sequence[str]) -> Namespace:
     """The options of a command line, and of the yaml files that it names."""
-    words = _words(argv)
-    words[1:1] = _recorded(words)
+    typed = _words(argv)
+    words = [*typed[:1], *_recorded(typed), *typed[1:]]
     try:
         if words[:1] != ["train"]:
             return build_parser().parse_args(words)
@@ -242,10 +242,13 @@ def parse(argv: Sequence[str]) -> Namespace:
             raise InvalidValueError(f"task is {task!r}, but the run is one of {of_run}: leave it out")
         first = build_parser(task=task).parse_args([word for word in words if not word.startswith(asking)])
         options = build_parser(first.train.preset, task).parse_args(words)
+        given = build_parser(task=task).parse_args(typed, defaults=False).train
     except UnicodeDecodeError as error:
         raise InvalidValueError(f"a config file is not yaml text: {error}") from None
     if not isinstance(options.train.model, Namespace):
         raise InvalidValueError(f"model is {options.train.model!r}: it must be a group of options, such as model.dim")
+    if given.get("steps") and given.get("epochs"):
+        raise InvalidValueError(f"steps is {given.steps}, and epochs is {given.epochs}: give one of them")
     if task == "text":
         settle_vocab(options.train)
     return options

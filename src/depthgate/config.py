@@ -347,8 +347,8 @@ class ViewConfig(Options):
             raise InvalidValueError("give either folders of runs (depthgate view RUN_DIR...) or --model DIR")
         if self.text is not None and self.prompt is not None:
             raise InvalidValueError("text and prompt are both given: leave one out")
-        if self.runs and (self.text is not None or self.prompt is not None):
-            raise InvalidValueError("text and prompt are for --model: runs have no text to show")
+        if self.runs and {self.text, self.prompt, self.images} != {None}:
+            raise InvalidValueError("text, prompt and images are for --model: runs have none to show")
         if self.prompt == "":
             raise InvalidValueError("prompt is empty: give some text")
 

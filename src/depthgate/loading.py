@@ -122,8 +122,11 @@ def images_of(model: "ViT", folder: str | Path, data: str | None = None) -> "Ima
         of_number = (there,) if len(found.names) < config.classes else (there, here)
         if there not in place and str(number) not in of_number:  # the name of a class that has none
             raise DepthgateError(f"{given} has the class {there} where the model has {here}: name them alike")
-    numbers = torch.tensor([place.get(name, number) for number, name in enumerate(found.names)])
-    return found._replace(labels=numbers[found.labels], names=model.names)
+    numbers = [place.get(name, number) for number, name in enumerate(found.names)]
+    if len({*numbers}) < len(numbers):  # such as 0, 1, 2 by number, where the model's names are 1, 2, 3
+        theirs, ours = (", ".join(names[:5]) for names in (found.names, model.names))
+        raise DepthgateError(f"{given} has the classes {theirs} where the model has {ours}: name them alike")
+    return found._replace(labels=torch.tensor(numbers)[found.labels], names=model.names)
 
 
 def load(path: str | Path) -> Any:

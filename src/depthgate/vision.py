@@ -60,7 +60,8 @@ class ViTConfig(Options):
         if self.image is not None:
             self.patches_of(*self.size)
         check_divides(self.heads, self.dim, "heads", "dim")
-        check_count(self.top_k, "top_k", maximum=self.experts)
+        if "moe" in self.pattern.split(","):
+            check_count(self.top_k, "top_k", maximum=self.experts)
         check_count(self.start or 0, "start", minimum=0, maximum=self.layers)
 
     @property

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from depthgate.config import check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, installed
 from depthgate.layers import MLP, MoD, MoE, SoftMoE
 from depthgate.model import Output, generator_of
@@ -113,7 +114,9 @@ class ViT(nn.Module):
             if getattr(asked, name) != getattr(config, name):
                 what = f"{name} is {getattr(asked, name)!r}, that of the model {getattr(config, name)!r}"
                 raise InvalidValueError(f"{what}: leave it out; only options of routing may be chosen")
-        if changes.get("top_k", config.top_k) == 1 and "moe" in changes.get("pattern", "").split(","):
+        if "mod" in asked.kinds:
+            check_neutral(asked.gate)
+        if asked.top_k == 1 and "moe" in asked.kinds:
             raise InvalidValueError(
                 "top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2 or more"
             )
@@ -129,8 +132,7 @@ class ViT(nn.Module):
                 tensor.zero_()  # a gate of one
         cfg = getattr(model, "pretrained_cfg", None) or {}
         if model is not source and (file := Path(source, "preprocessor_config.json")).is_file():
-            about = json.loads(file.read_text(encoding="utf-8"))
-            cfg = {"mean": about.get("image_mean"), "std": about.get("image_std")}
+            cfg = _of_pixels(file)
         for buffer, value in ((vit.pixel_mean, cfg.get("mean")), (vit.pixel_std, cfg.get("std"))):
             buffer.copy_(torch.tensor(value or [0.5] * len(buffer)))
         labels = getattr(getattr(model, "config", None), "id2label", {})
@@ -209,7 +211,7 @@ class ViT(nn.Module):
     def normalised(self, images: Tensor) -> Tensor:
         """Images as the model reads them: bytes are normalised, other values are taken as they are."""
         channels = self.config.channels
-        if images.ndim != 4 or images.shape[1] != channels:
+        if images.ndim != 4 or images.shape[1] != channels or 0 in images.shape[1:]:
             shape = f"(batch, {channels}, height, width)"
             raise InvalidValueError(f"images has shape {tuple(images.shape)}: it must be {shape}")
         if images.dtype is torch.uint8:
@@ -220,7 +222,8 @@ class ViT(nn.Module):
 
     def _padded(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Images of different sizes (channels, height, width) as one tensor, and the mask of their pixels."""
-        if not len(images) or not all(isinstance(each, Tensor) and each.ndim == 3 for each in images):
+        tensors = list(images) if isinstance(images, Sequence) else []
+        if not tensors or not all(isinstance(each, Tensor) and each.ndim == 3 for each in tensors):
             raise InvalidValueError("images is not a tensor: it must be a list of tensors (channels, height, width)")
         if len({(each.dtype, each.shape[0]) for each in images}) > 1:
             raise InvalidValueError("images has several dtypes or numbers of channels: give bytes, or floats, of one")
@@ -251,9 +254,12 @@ class ViT(nn.Module):
         """The embedding of a grid's positions (rows * columns, D): as learnt, or stretched to another grid."""
         if (rows, columns) == self.config.grid:
             return self.position
-        learnt = self.position.view(1, *self.config.grid, -1).permute(0, 3, 1, 2)
-        found = F.interpolate(learnt, (rows, columns), mode="bicubic", antialias=True)
-        return found.flatten(2)[0].mT
+        # Contiguous: torch 2.13 mixes up the channels of others where one column is asked for. Not in halves: on a CPU
+        # it cannot.
+        learnt = self.position.view(1, *self.config.grid, -1).permute(0, 3, 1, 2).contiguous()
+        wide = learnt.to(torch.promote_types(learnt.dtype, torch.float32))
+        found = F.interpolate(wide, (rows, columns), mode="bicubic", antialias=True)
+        return found.flatten(2)[0].mT.to(learnt.dtype)
 
     def _positions_within(self, real: Tensor) -> Tensor:
         """The same for images of different sizes, each with the positions that it has alone: (B, rows * columns, D)."""
@@ -296,8 +302,21 @@ def _opened(folder: str | Path) -> nn.Module:
     found = installed("transformers", "hf").AutoModelForImageClassification
     try:
         return found.from_pretrained(str(folder), local_files_only=True)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and safetensors raise many kinds
         raise DepthgateError(f"{folder} is not the folder of an image classifier ({str(error)[:100]})") from None
+
+
+def _of_pixels(file: Path) -> dict[str, Any]:
+    """The mean and std of a transformers model's pixels, by its preprocessor."""
+    try:
+        about = json.loads(file.read_text(encoding="utf-8"))
+        normalises = about.get("do_normalize", True)
+    except (ValueError, AttributeError):
+        raise DepthgateError(f"{file} is damaged: mend it, or remove it, if mean and std are 0.5") from None
+    return {
+        "mean": about.get("image_mean") if normalises else [0.0],
+        "std": about.get("image_std") if normalises else [1.0],
+    }
 
 
 def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
@@ -309,7 +328,9 @@ def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
             name = re.sub(old, new, name)
         found[name or "position"] = tensor.detach()
     for name in [name for name in found if ".attention.q." in name]:
-        found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(name.replace(".q.", f".{part}.")) for part in "qkv"])
+        parts = [name.replace(".q.", f".{part}.") for part in "qkv"]
+        if found.keys() >= {*parts}:
+            found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(part) for part in parts])
     about, blocks = getattr(model, "config", None), getattr(model, "blocks", None)
     if not found.keys() >= _NEEDED or (about is None and blocks is None):
         raise InvalidValueError(f"a {type(model).__name__} is not a ViT of timm or transformers with a head: give one")
@@ -342,6 +363,9 @@ def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
         known = ViT(config).state_dict()
     odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act not in _GELU)
     early = ["a norm before its mean"] * (pool == "avg" and "fc_norm.weight" not in model.state_dict())
+    early += ["class and registers in its mean"] * (pool == "avg" and getattr(model, "pool_include_prefix", False))
+    # Blocks with the same weights may have another order, as ResPostBlock of timm has.
+    early += [type(each).__name__ for each in blocks or () if type(each).__name__ != "Block"]
     if odd := [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + early + odd:
         raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")
     return found, config

@@ -1,14 +1,16 @@
 """Images from .npz files and folders, changes by chance, and data that is refused."""
 
+import gc
 import gzip
 import io
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from depthgate.data.images import Shuffled, _fitted, augmented, chance, open_images
+from depthgate.data.images import Shuffled, _fitted, augmented, chance, open_images, some_of
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.vision import ImagesConfig, ViTConfig
 
@@ -44,6 +46,10 @@ LAYOUTS = {
     "channels first": lambda: {
         **{"train": PIXELS[:18].transpose(0, 3, 1, 2), "train_y": LABELS[:18]},
         **{"test": PIXELS[18:].transpose(0, 3, 1, 2), "test_y": LABELS[18:]},
+    },
+    "packed as text and columns": lambda: {
+        **{name: each[:, None] if "label" in name else each for name, each in LAYOUTS["packed"]().items()},
+        **{"classes": np.array([b"a", b"b", b"c"])},
     },
     "packed": lambda: packed(PIXELS[:18], LABELS[:18], "train") | packed(PIXELS[18:], LABELS[18:], "test"),
 }
@@ -83,6 +89,15 @@ def test_folders_of_classes(tmp_path):
     assert open_images(str(tmp_path), size=(4, 4))[0].pixels.shape == (4, 3, 4, 4)
     train, held_out = open_images(str(folder(tmp_path / "whole", ["."], 12)), size=(6, 4))
     assert len(train.labels) + len(held_out.labels) == 24  # some are held out
+
+
+def test_files_of_folders_are_closed(tmp_path):
+    folder(tmp_path)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        open_images(str(tmp_path), size=(6, 4))
+        gc.collect()
+    assert [str(each.message) for each in seen] == []
 
 
 def test_folders_whose_test_images_have_no_classes_and_whole_folders(tmp_path):
@@ -175,6 +190,15 @@ REFUSED = {
     "no images": ({"x_train": PIXELS[:0], "y_train": LABELS[:0]}, "holds no images|cannot|no image"),
     "other names": ({"a": PIXELS}, "it must have x and y"),
     "objects": ({"x": np.array([{}], object), "y": LABELS}, "it holds Python objects"),
+    "packed labels that are not whole": (
+        packed(PIXELS, LABELS, "train") | {"train_label": LABELS + 0.5},
+        "it is damaged",
+    ),
+    "packed labels that are text": (packed(PIXELS, LABELS, "train") | {"train_label": LABELS.astype(str)}, "damaged"),
+    "offsets that are not whole": (
+        packed(PIXELS, LABELS, "train") | {"train_offset": np.linspace(0, 9, 25)},
+        "it is damaged",
+    ),
     "offsets": (packed(PIXELS, LABELS, "train") | {"train_offset": np.arange(3)}, "it is damaged"),
 }
 
@@ -230,6 +254,13 @@ def test_every_image_comes_once_an_epoch(tmp_path):
     assert repeated.pos.tolist() == [*range(24)]  # what they are changed by
 
 
+def test_some_of_many_are_one_of_each_stretch():
+    assert some_of(5, 7).tolist() == [0, 1, 2, 3, 4]
+    found = some_of(10_000, 1000)
+    assert torch.equal(found // 10, torch.arange(1000))
+    assert found.remainder(10).bincount(minlength=10).min() > 60  # which would be one alone with a step of 10
+
+
 def test_chance_is_uniform_and_its_streams_are_apart():
     number = torch.arange(20_000)
     one, two = chance(number, 0, 1), chance(number, 0, 2)
@@ -266,6 +297,19 @@ def test_images_are_shifted_by_whole_pixels_and_mirrored():
     assert torch.equal(target.argmax(1), labels)
     (x, _), plain, _ = changed(crop=0.0, flip=False)
     torch.testing.assert_close(x, plain, atol=1e-4, rtol=0)
+
+
+def test_what_is_round_stays_round_in_images_that_are_not_square():
+    """Of two changes that turn by chance, in an image twice as wide as it is high."""
+    rows, columns = torch.meshgrid(torch.arange(40) - 19.5, torch.arange(80) - 39.5, indexing="ij")
+    disc = (255.0 * (rows**2 + columns**2 < 15**2)).to(torch.uint8)
+    number = torch.arange(4000)
+    turned = number[torch.stack([10 * chance(number, 0, stream) < 1 for stream in (10, 11)]).all(0)]
+    config = ImagesConfig(model=ViTConfig(image="40x80", channels=1), crop=0.0, randaugment=1.0)
+    images, labels = disc.expand(len(turned), 1, 40, 80), torch.zeros(len(turned), dtype=torch.int64)
+    x, _ = augmented(images, labels, turned, config, torch.zeros(1), torch.ones(1))
+    assert len(turned) > 20
+    assert ((x[:, 0] > 0.5) == (disc > 0)).float().mean((1, 2)).min() > 0.98
 
 
 def test_targets_follow_what_was_mixed():

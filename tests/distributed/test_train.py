@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,7 +36,11 @@ def data(tmp_path):
 
 def train(processes, out, data, steps, *options):
     """A run in this process, or in several that are connected as torchrun connects them."""
-    argv = ["train", "--out", str(out), "--data", str(data), "--steps", str(steps), *TINY, *options]
+    launch(processes, out, ["--data", str(data), "--steps", str(steps), *TINY, *options])
+
+
+def launch(processes, out, options):
+    argv = ["train", "--out", str(out), *options]
     env = {"HOME": str(Path(out).parent / "home")}
     if processes == 1:
         with pytest.MonkeyPatch.context() as patch:
@@ -102,6 +107,22 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path, data):
     torchrun(2, tmp_path / "both", data, 9, "--resume")
     close(tmp_path / "one", tmp_path / "both")
     assert [row["step"] for row in rows(tmp_path / "both")] == list(range(1, 10))
+
+
+@pytest.mark.parametrize("pattern", ["soft_moe", "dense,mod", "moe"])
+def test_two_processes_train_on_images_as_one(tmp_path, pattern):
+    """In the model's layers `forward` is called, and not `add_to`; held-out images are measured by all processes."""
+    random = np.random.default_rng(0)
+    np.savez(tmp_path / "a.npz", x=random.integers(0, 256, (40, 8, 8, 3), np.uint8), y=np.arange(40) % 2)
+    options = ["--task=images", "--device=cpu", "--model.dim=16", "--model.heads=2", "--model.layers=2", "--batch=8"]
+    options += ["--model.experts=4", "--randaugment=0.5", "--drop_path=0.3", "--warmup=2", "--balance_loss=0"]
+    options += [f"--data={tmp_path / 'a.npz'}", f"--model.pattern={pattern}", "--steps=20"]
+    for run, processes in (("one", 1), ("two", 2)):
+        launch(processes, tmp_path / run, options)
+    close(tmp_path / "one", tmp_path / "two")
+    one, two = (rows(tmp_path / run)[-1] for run in ("one", "two"))
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-3)
+    assert one["held_out_loss"] == pytest.approx(two["held_out_loss"], rel=1e-3)
 
 
 # Thresholds

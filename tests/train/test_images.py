@@ -1,5 +1,6 @@
 """`depthgate train --task images` from outside: resumed runs, evaluation, pages, and what is refused."""
 
+import html
 import json
 import re
 
@@ -93,7 +94,10 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     folder.mkdir()
     Image.fromarray(images.pixels[0].permute(1, 2, 0).numpy()).save(folder / "one.png")
     capsys.readouterr()
-    for given, many in ([], 10), ([f"--images={folder}"], 1):
+    for text in ("--prompt=a", "--text=a.txt"):
+        assert main(["view", f"--model={run}", f"--out={tmp_path / 'none.html'}", text]) == 2
+        assert "reads no text" in capsys.readouterr().err
+    for given, many in ([], 12), ([f"--images={folder}"], 1):
         assert main(["view", f"--model={run}", f"--out={tmp_path / 'page.html'}", *given, "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["images"]
         assert len(shown) == many
@@ -105,6 +109,20 @@ def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     assert main(["view", f"--model={run}", f"--images={tmp_path / 'none'}"]) == 2
     assert main(["generate", f"--model={run}", "--prompt=a"]) == 2
     assert "a run of images" in capsys.readouterr().err
+
+
+def test_pages_show_images_of_all_classes_by_their_numbers(tmp_path, capsys):
+    """Also where classes come in turn, or one after another."""
+    pixels = np.random.default_rng(0).integers(0, 256, (72, 8, 8, 3), np.uint8)
+    for name, labels in (("turn", np.arange(72) % 3), ("sorted", np.arange(72) // 24)):
+        np.savez(tmp_path / "a.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
+        assert train(tmp_path / name, tmp_path / "a.npz", 1) == 0
+        capsys.readouterr()
+        assert main(["view", f"--model={tmp_path / name}", f"--out={tmp_path / 'a.html'}", "--json"]) == 0
+        shown = [image["image"] for image in json.loads(capsys.readouterr().out)["images"]]
+        told = [[int(part) for part in re.findall(r"\d+", image)] for image in shown]
+        assert [labels[number] for number, _ in told] == [label for _, label in told]
+        assert ({label for _, label in told}, len(told)) == ({0, 1, 2}, 12)
 
 
 def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
@@ -144,6 +162,27 @@ def test_evaluation_needs_no_image_of_every_class(tmp_path, capsys):
     for name, given, says in (("numbered", "folder", "has the class bee"), ("named", "four.npz", "has 5 classes")):
         assert main(["eval", f"--model={tmp_path / name}", f"--data={tmp_path / given}"]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_classes_whose_names_are_other_numbers_are_refused(tmp_path, capsys):
+    """The first of the data's classes has no name of the model's, and would be one with the second."""
+    random = np.random.default_rng(1)
+    pixels, labels = random.integers(0, 256, (40, 8, 8, 3), np.uint8), np.arange(40) % 3
+    np.savez(tmp_path / "named.npz", x=pixels, y=labels, classes=["1", "2", "3"])
+    np.savez(tmp_path / "numbered.npz", x=pixels, y=labels)
+    assert train(tmp_path / "run", tmp_path / "named.npz", 1) == 0
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={tmp_path / 'named.npz'}"]) == 0
+    assert main(["eval", f"--model={tmp_path / 'run'}", f"--data={tmp_path / 'numbered.npz'}"]) == 2
+    assert "has the classes 0, 1, 2 where the model has 1, 2, 3" in capsys.readouterr().err
+
+
+def test_bytes_are_normalised_by_images_of_all_classes():
+    pixels = torch.zeros(20_000, 1, 2, 2, dtype=torch.uint8)
+    pixels[15_000:] = 255
+    config = ImagesConfig(data="", model=ViTConfig(image=2, patch=2, channels=1, classes=2, dim=8, heads=1, layers=1))
+    model = Classification(config, Images(pixels, (pixels[:, 0, 0, 0] > 0).long(), ["dark", "light"])).model
+    assert float(model.pixel_mean) == pytest.approx(0.25)
+    assert float(model.pixel_std) == pytest.approx((0.25 * 0.75) ** 0.5, rel=1e-3)
 
 
 class Waits(TorchDispatchMode):
@@ -253,11 +292,16 @@ def test_the_task_may_stand_in_a_file_and_a_run_keeps_it(tmp_path, data, capsys)
         f"--out={tmp_path / 'run'}",
         "--device=cpu",
     ]
+    assert main(["train", *options, "--epochs=0.5", "--steps=1000", "--batch=8"]) == 2
+    assert "steps is 1000, and epochs is 0.5: give one of them" in capsys.readouterr().err
     assert main(["train", *options, "--epochs=0.5", "--batch=8"]) == 0
+    assert "2 classes; 3 steps" in capsys.readouterr().err
     asked = json.loads((tmp_path / "run" / "config.json").read_text())
     assert (asked["task"], asked["model"]["pattern"], asked["steps"]) == ("images", "moe", 3)
     assert main(["train", *options, "--steps=3"]) == 2
     assert "--resume" in capsys.readouterr().err
+    assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=0.8"]) == 0  # steps of the run give way
+    assert len(rows(tmp_path / "run")) == 4
     other = dict(np.load(data))
     np.savez(data, **{**other, "x_train": other["x_train"][::-1]})
     assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=1"]) == 2
@@ -284,8 +328,36 @@ def test_studies_of_images(tmp_path, data, capsys):
         ("--variants dense,soft_mo", "soft_moe?"),
         ("--variants dense:patch=3", "8 is not divisible by the height of a patch, 3"),
         ("--samples 5", "samples is 5: it is for text"),
+        ("--points 3", "points is 3: it is for text"),
         ("--tokenizer bpe --vocab 300", "tokenizer is 'bpe': it is for text"),
         ("--budgets 1e6", "lower --batch"),
     ):
         assert main(["isoflop", *options.split(), f"--out={tmp_path / 'other'}", *more.split()]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_reports_on_images_speak_of_errors_and_images(tmp_path, data, capsys):
+    """Where a text's speak of losses, causal ones and tokens; training and what is drawn beside it are both in nats."""
+    options = f"--task images --data {data} --out {tmp_path / 'study'} --budgets 1e8 --sizes 2 --batch 4 --device cpu"
+    variants = "dense,moe:experts=4:balance_loss=0.02"
+    assert main(["isoflop", *options.split(), "--parallel=1", f"--variants={variants}"]) == 0
+    told, page = capsys.readouterr().out, (tmp_path / "study" / "report.html").read_text()
+    for text in (told, page):
+        assert "balance_loss=0.02" in text
+        assert "balance_error" not in text
+        assert "best error" in text
+        assert not re.search(
+            "best loss|lowest loss|[Ll]oss against|causal loss|held-out text|nats per token|[(]top k[)]", text
+        )
+    assert "Error against parameters and FLOPs" in page
+    assert "nats per image" in page
+    found = [json.loads(html.unescape(chart)) for chart in re.findall(r'data-chart="([^"]*)"', page)]
+    drawn = next(chart for chart in found if chart["y"] == "nats per image")["series"]
+    lines = (tmp_path / "study" / "results.jsonl").read_text().splitlines()
+    losses = [
+        (row["variant"], pytest.approx(row["flops"]), pytest.approx(row["loss"], rel=1e-3))
+        for row in map(json.loads, lines)
+    ]
+    for variant in variants.split(","):
+        flops, loss = next(of for of in drawn if of["name"] == f"{variant}, held out")["points"][0]
+        assert (variant, flops, loss) in losses

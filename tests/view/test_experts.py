@@ -289,6 +289,20 @@ def test_slots_of_rows_that_differ_are_left_out_and_that_is_said():
         assert plan_decisions([plans[0], plans[2]], row=1).slots == []
 
 
+def test_pictures_of_slots_are_scaled_by_patches_alone():
+    """As pages are: not by a class token, which is all that these slots want."""
+    layer = dg.SoftMoE(8, 2)
+    x = torch.randn(1, 13, 8)
+    with torch.no_grad():
+        layer.router.scale.fill_(20.0)
+        x[0, 0] = layer.router.phi.sum(1)
+        _, plans = layer(x, return_plans=True)
+    figure = dg.view.plot(plans, grid=(3, 4), prefix=1, image=torch.rand(3, 6, 8))
+    into = plans[0].into[0]
+    assert into[0].max() > 2 * into[1:].max()
+    assert f"clear: {float(into[1:].max()):.3g} " in figure.subfigs[0].get_supxlabel()
+
+
 def test_patches_after_a_prefix(tmp_path):
     """A class token before 3 x 4 patches, in a model whose layers are named."""
     blocks = [dg.MixtureOfDepths(torch.nn.Linear(8, 8), 8, 0.5, keep=1), dg.SoftMoE(8, 2)]
@@ -310,10 +324,11 @@ def test_patches_after_a_prefix(tmp_path):
     image = torch.linspace(-2, 2, 3 * 24 * 320).reshape(3, 24, 320)  # normalised, and larger than a page needs
     plans.save_page(tmp_path / "page.html", grid=(3, 4), prefix=1, image=image, title="my image")
     data = page_data(tmp_path / "page.html", "image")
-    assert (data["width"], data["height"], len(base64.b64decode(data["rgb"]))) == (160, 24, 160 * 24 * 3)
+    assert (data["width"], data["height"], len(base64.b64decode(data["rgb"]))) == (160, 12, 160 * 12 * 3)
     figure = plans.plot(grid=(3, 4), prefix=1, image=image, title="my image")
     assert figure.get_suptitle() == "my image"
     assert [len(axes.images) for axes in figure.axes[:3]] == [2, 2, 2]  # the image, and what lies over it
+    assert [axes.get_aspect() for axes in figure.axes[:3]] == [pytest.approx((12 / 3) / (160 / 4))] * 3  # of a patch
     for wrong in (torch.zeros(2, 24, 32), torch.zeros(24), torch.zeros(3, 0, 4)):
         with pytest.raises(DepthgateError, match="image has the shape"):
             plans.plot(grid=(3, 4), prefix=1, image=wrong)

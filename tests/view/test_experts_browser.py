@@ -89,7 +89,7 @@ def test_tokens_without_a_grid_are_rows(browser, soft, tmp_path):
 def test_maps_of_several_images_lie_each_over_its_own(browser, soft, tmp_path):
     shown = []
     for n in (0, 1):
-        image = torch.zeros(3, 6, 8)
+        image = torch.zeros(3, (6, 18)[n], 8)  # the second of patches three times as high as wide
         image[n] = 1.0  # red, then green
         shown.append((f"image {n}", plan_decisions(soft, None, GRID), image_of(GRID, 0, image)))
     (tmp_path / "page.html").write_text(images_page("images", "", shown))
@@ -98,4 +98,10 @@ def test_maps_of_several_images_lie_each_over_its_own(browser, soft, tmp_path):
     for n in (0, 1):
         colours = [browser.js(pixel.format(n, colour)) for colour in (0, 1)]
         assert colours[n] > colours[1 - n]
+    high = [browser.js(f"document.querySelectorAll('canvas.small')[{n}].clientHeight") for n in (0, 1)]
+    maps = browser.js(
+        "Math.ceil(9 / Math.min(9, Math.floor((document.querySelector('canvas.small').clientWidth + 10) / 140)))"
+    )
+    cell = (high[1] - high[0]) / maps / (2 * GRID[0])
+    assert high == [maps * (times * GRID[0] * cell + 26) for times in (1, 3)]
     browser.assert_alone()

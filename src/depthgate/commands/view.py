@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from depthgate.config import ViewConfig
-from depthgate.data.images import read_folder
+from depthgate.data.images import read_folder, some_of
 from depthgate.device import resolve_device
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, InvalidValueError
 from depthgate.files import check_outs, write
 from depthgate.loading import LanguageModel, images_of, is_of_images, load, open_model, text_of
 from depthgate.view.figures import figure_bytes, plans_figure, runs_figure
@@ -71,7 +71,11 @@ def _study(study: Path, config: ViewConfig) -> str:
 def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callable[[], Any], dict[str, Any]]:
     """Makers of the page and of the picture, and figures."""
     if is_of_images(folder):
+        if config.text is not None or config.prompt is not None:
+            raise InvalidValueError(f"{folder} is a run of images, which reads no text: leave text and prompt out")
         return _vision(config, folder)
+    if config.images is not None:
+        raise InvalidValueError(f"images is {config.images}, but {folder} is a model of text: leave it out")
     model = open_model(folder, resolve_device(config.device))
     prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
     if prompt is None:
@@ -107,9 +111,10 @@ def _vision(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callab
         names, pixels = read_folder(config.images, of.size, of.channels, _IMAGES)
     else:
         held_out = images_of(vit, folder)
-        every = -(-len(held_out.labels) // _IMAGES)
-        pixels, labels = held_out.pixels[::every], held_out.labels[::every].tolist()
-        names = [f"held-out image {n} ({held_out.names[label]})" for n, label in enumerate(labels)]
+        these = some_of(len(held_out.labels), _IMAGES)
+        pixels, labels = held_out.pixels[these], held_out.labels[these].tolist()
+        shown_as = zip(these.tolist(), labels, strict=True)
+        names = [f"held-out image {n} ({held_out.names[label]})" for n, label in shown_as]
     logits, plans = vit(pixels.to(vit.position.device))
     best = logits.float().softmax(-1).max(-1)
     classes = [vit.names[number] for number in best.indices.tolist()]

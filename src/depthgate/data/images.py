@@ -94,7 +94,8 @@ def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pa
     many = 1 + max((int(labels.max()) for _, labels in pairs if len(labels)), default=-1)
     if many > 2**20:
         raise DepthgateError(f"{path} has the label {many - 1}, and classes are numbered from 0 on: mend its labels")
-    return pairs, [str(name) for name in arrays.get("classes", range(many))]
+    names = arrays.get("classes", np.arange(many))
+    return pairs, [each.decode(errors="replace") if isinstance(each, bytes) else str(each) for each in names]
 
 
 def _mnist(folder: Path) -> dict[str, Any]:
@@ -130,13 +131,13 @@ def _pair(path: Path, x: Any, y: Any) -> _Pair:
 
 def _packed(path: Path, stored: Any, offset: Any, label: Any, size: _Size, skip: bool) -> _Pair:
     """Images as the bytes of files, one after another, each from its offset to the next."""
-    ends = [] if offset is None or label is None else offset.tolist()
-    many = -1 if label is None else len(label)
-    if len(ends) < 2 or len(ends) != many + 1 or ends != sorted(ends) or ends[0] < 0 or ends[-1] > stored.nbytes:
+    whole = [a.reshape(-1) for a in (offset, label) if a is not None and np.issubdtype(a.dtype, np.integer)]
+    ends, labels = (whole[0].tolist(), whole[1]) if len(whole) == 2 else ([], offset)
+    if len(ends) < 2 or len(ends) != len(labels) + 1 or ends != sorted(ends) or ends[0] < 0 or ends[-1] > stored.nbytes:
         raise DepthgateError(f"{path} has packed images, but not an offset and a label that fit: it is damaged")
     places = enumerate(pairwise(ends))
     files = [(f"{path}, image {i},", partial(io.BytesIO, memoryview(stored)[a:b])) for i, (a, b) in places]
-    return _decoded(files, torch.from_numpy(label.astype(np.int64)), size, skip)
+    return _decoded(files, torch.from_numpy(labels.astype(np.int64)), size, skip)
 
 
 def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) -> _Pair:
@@ -145,7 +146,7 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) ->
 
     def read(file: _File) -> Any:
         try:
-            with pillow.open(file[1]()) as image:
+            with file[1]() as stored, pillow.open(stored) as image:
                 found = _colours(image)
                 return np.asarray(_fitted(found, size or found.size[::-1])).transpose(2, 0, 1)
         except Exception as error:  # Pillow raises many kinds
@@ -281,6 +282,13 @@ def chance(number: Tensor, *stream: int) -> Tensor:
     return found / 2**31
 
 
+def some_of(N: int, most: int) -> Tensor:
+    """The numbers of `most` of N images at most, one by chance out of each of as many stretches: classes may follow one
+    another, or come in turn."""
+    bounds = torch.arange(min(N, most) + 1) * N // min(N, most)
+    return bounds[:-1] + (chance(torch.arange(len(bounds) - 1), 0) * bounds.diff()).long()
+
+
 def augmented(pixels: Tensor, label: Tensor, number: Tensor, config: ImagesConfig, mean: Tensor, std: Tensor) -> Any:
     """Bytes (B, C, H, W) and labels (B,) -> normalised images, changed by chance, and targets (B, classes)."""
     draw = partial(chance, number, config.seed)
@@ -311,7 +319,8 @@ def _randaugment(x: Tensor, geometry: Tensor, draw: Callable[..., Tensor], stren
         return most * (each[0] + each[1])
 
     angle, none, one = amount(0, 0.7), torch.zeros_like(draw(0)), torch.ones_like(draw(0))
-    turned = _matrix(angle.cos(), -angle.sin(), none, angle.sin(), angle.cos(), none)
+    shape = x.shape[2] / x.shape[3]  # places in images go from -1 to 1 on both sides
+    turned = _matrix(angle.cos(), -shape * angle.sin(), none, angle.sin() / shape, angle.cos(), none)
     sheared = _matrix(one, amount(1, 0.4), amount(3, 0.5), amount(2, 0.4), one, amount(4, 0.5))
     factor = [1 + amount(change, 0.9)[:, None, None, None] for change in (5, 6, 7)]
     grey, level = x.mean(1, keepdim=True), x.mean((1, 2, 3), keepdim=True)

@@ -185,8 +185,8 @@ class IsoflopConfig(Options):
         if self.launcher != "local" and self.device == "cuda" and not self.gpus:
             raise InvalidValueError(f"device is cuda and gpus is 0: give --gpus 1 with --launcher {self.launcher}")
         check_vocab(*self.tokens)
-        of_text = ("validation", "tokenizer", "vocab", "context", "measured", "samples") if self.images else ()
-        if given := [name for name in of_text if getattr(self, name) != getattr(type(self), name)]:
+        of_text = ("validation", "tokenizer", "vocab", "context", "measured", "points", "samples")
+        if given := [name for name in of_text if self.images and getattr(self, name) != getattr(type(self), name)]:
             raise InvalidValueError(f"{given[0]} is {getattr(self, given[0])!r}: it is for text, leave it out")
 
     @cached_property

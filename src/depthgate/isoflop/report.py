@@ -56,9 +56,12 @@ _IMAGE_CELL = {
     **{"images": "images", "lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _BEST = {
-    **{"variant": "variant", "budget": "budget", "best loss": "loss", "95% interval": "loss_interval"},
-    **{"best size, parameters": "params", "interval of the size": "params_interval"},
-    **{"its forward FLOPs per token": "forward_flops_per_token", "open because": "open_because"},
+    label: {
+        **{"variant": "variant", "budget": "budget", best: "loss", "95% interval": "loss_interval"},
+        **{"best size, parameters": "params", "interval of the size": "params_interval"},
+        **{"its forward FLOPs per token": "forward_flops_per_token", "open because": "open_because"},
+    }
+    for label, best in ((_LOSS, "best loss"), (_ERROR, "best error"))
 }
 _SHOWN = 768  # tokens of the coloured text
 _PROMPT, _TEMPERATURE = 64, 0.7  # tokens of a held-out text that a sample continues
@@ -144,6 +147,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     if study.config.images:
         label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
         sentences = [_of_images(sentence) for sentence in sentences]
+        best = [row | {"open_because": _of_images(row["open_because"])} for row in best]
     names = dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, list))
     writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
     writer.writeheader()
@@ -165,13 +169,14 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
         report = {"cells": len(rows), "best": best, "verdicts": told, "calibration": checked, "rows": rows}
         print(json.dumps({**report, "report": str(out / "report.html")}))
         return
-    print_table(*(table if one_size else _table(best, _BEST)))
+    print_table(*(table if one_size else _table(best, _BEST[label])))
     print(*sentences, *(out / name for name in ("results.jsonl", "results.csv", *pictures, "report.html")), sep="\n")
 
 
 def _of_images(sentence: str) -> str:
     """A sentence on losses as one on errors."""
-    return sentence.replace("causal loss", "error").replace("nats per token", "percent").replace("loss", "error")
+    sentence = sentence.replace("causal loss", "error").replace("nats per token", "percent")
+    return re.sub(r"\bloss\b", "error", sentence)  # and not in the name of a variant, such as moe:balance_loss=0
 
 
 def compared(rows: Sequence[Row]) -> list[str]:
@@ -307,8 +312,8 @@ def _fitted(
         charts.append(line_chart("The lowest of each", which, lines, "training FLOPs", label, **look))
     about = pages.fill("study_best", cells=cells)
     return {
-        "Loss against parameters and FLOPs": pages.row([*charts, training]),
-        "The best of each variant": pages.table(*_table(best, _BEST), about),
+        f"{'Error' if label == _ERROR else 'Loss'} against parameters and FLOPs": pages.row([*charts, training]),
+        "The best of each variant": pages.table(*_table(best, _BEST[label]), about),
     }
 
 
@@ -347,7 +352,7 @@ def _trained(study: Study) -> dict[str, object]:
     routed = next((row for name, row in best.items() if kind_of(name) != "dense"), None)
     try:
         if best:
-            sections["training"] = _training_chart(best)
+            sections["training"] = _training_chart(best, study.config.images)
         if study.config.images:
             return sections
         if study.config.samples and best:
@@ -359,12 +364,16 @@ def _trained(study: Study) -> dict[str, object]:
     return sections
 
 
-def _training_chart(best: Mapping[str, Row]) -> Html:
-    lines, marks, steps = dict[str, Any](), dict[str, Any](), 1
+def _training_chart(best: Mapping[str, Row], images: bool) -> Html:
+    lines, marks, steps, causal = dict[str, Any](), dict[str, Any](), 1, "" if images else ", causal"
     for name, row in best.items():
         points, steps = metric_curve(read_runs([row["folder"]])[0], "flops", "loss", 60)
-        lines[f"{name}, training"], marks[f"{name}, held out, causal"] = points, row.get("held_out", [])
-    about, axes = pages.fill("study_curves", steps=steps), ("training FLOPs", "nats per token")
+        lines[f"{name}, training"] = points
+        # The figures that count are errors in percent for images: not for an axis in nats.
+        marks[f"{name}, held out{causal}"] = [[row["flops"], row["loss"]]] if images else row.get("held_out", [])
+    of = ("of changed images", "loss on held-out images") if images else ("(top k)", "causal loss on held-out text")
+    axes = ("training FLOPs", "nats per image" if images else "nats per token")
+    about = pages.fill("study_curves", steps=steps, lines=of[0], dots=of[1])
     look: Any = {"kinds": [*map(kind_of, best)], "marks": marks, "axis": "loss"}
     return line_chart("The best cell of each variant", about, lines, *axes, **look)
 

@@ -21,7 +21,7 @@ def flat_index(index: Tensor, T: int) -> Tensor:
     return (index + starts[:, None]).flatten()
 
 
-def _shaped(x: Tensor, *shape: int) -> Tensor:
+def shaped(x: Tensor, *shape: int) -> Tensor:
     """x in another shape, as a tensor of its own and not a view: FSDP2 and in-place users of a result need that."""
     return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
 
@@ -46,7 +46,7 @@ def take_rows(x: Tensor, index: Tensor, inverse: Tensor | None = None, flat: Ten
         return rows + x.sum() if x.is_floating_point() else rows  # what made x gets a gradient, of 0
     flat = flat_index(index, T) if flat is None else flat
     rows = x.reshape(B * T, -1)
-    return _shaped(rows.gather(0, flat[:, None].expand(-1, rows.shape[1])), B, index.shape[1], *features)
+    return shaped(rows.gather(0, flat[:, None].expand(-1, rows.shape[1])), B, index.shape[1], *features)
 
 
 def add_rows(rows: Tensor, index: Tensor, T: int, inverse: Tensor | None = None) -> Tensor:
@@ -61,7 +61,7 @@ def add_rows(rows: Tensor, index: Tensor, T: int, inverse: Tensor | None = None)
     B, N, D = rows.shape
     flat = flat_index(index, T)
     target = rows.new_zeros(B * T, D)
-    return _shaped(target.scatter_add(0, flat[:, None].expand(-1, D), rows.reshape(B * N, D)), B, T, D)
+    return shaped(target.scatter_add(0, flat[:, None].expand(-1, D), rows.reshape(B * N, D)), B, T, D)
 
 
 def add_at(x: Tensor, rows: Tensor, index: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def put_rows(x: Tensor, index: Tensor, rows: Tensor, flat: Tensor | None = None)
     """x (B, T, D), index (B, N) unique within a batch row, rows (B, N, D) -> x with those rows replaced."""
     B, T, D = x.shape
     flat = flat_index(index, T) if flat is None else flat
-    return _shaped(x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)), B, T, D)
+    return shaped(x.reshape(B * T, D).index_put((flat,), rows.reshape(-1, D)), B, T, D)
 
 
 class _Gather(torch.autograd.Function):

@@ -13,6 +13,7 @@ from depthgate.ops.rows import (
     check_tokens,
     flat_index,
     inverse_for_gathering,
+    shaped,
     take_rows,
 )
 from depthgate.ops.select import choose, compact, few_launches, limits_of, top_k, top_of_documents
@@ -362,7 +363,7 @@ class SoftSlots(nn.Module):
             scale = self.scale.to(phi.dtype).clamp(-MOST, MOST)
             slots = scale * phi * torch.rsqrt(phi.square().sum(0, keepdim=True) + 1e-12)
             weights = soft_exponentials(tokens, slots.to(dtype), scale.detach().abs(), valid)
-        weights = weights.view(*x.shape[:2], self.num_experts, self.slots_per_expert)
+        weights = shaped(weights, *x.shape[:2], self.num_experts, self.slots_per_expert)
         kinds = (self.dispatch, self.combine)  # weights are 0 at padding alone
         into, back = (weights if how == "learnt" else (weights > 0).to(weights.dtype) for how in kinds)
         return Soft(into, back, scale.detach().abs(), valid)

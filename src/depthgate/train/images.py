@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from depthgate.data.batches import Rows
-from depthgate.data.images import Images, Shuffled, augmented, chance, open_images
+from depthgate.data.images import Images, Shuffled, augmented, chance, open_images, some_of
 from depthgate.device import ALONE, World, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
@@ -33,7 +33,7 @@ def train(config: ImagesConfig, resume: bool) -> int:
         if world.first:
             stack.enter_context(run_folder.opened(config, resume))
             many = f"{len(images.labels):,} to train on, {len(held_out.labels):,} held out"
-            print(f"{config.data}: {many}, {len(images.names)} classes", file=sys.stderr)
+            print(f"{config.data}: {many}, {len(images.names)} classes; {config.steps:,} steps", file=sys.stderr)
         world.wait()
         task = Classification(config, images, world)
         graph = optim.capturable(config, world, experts="moe" in config.model.kinds)
@@ -41,8 +41,8 @@ def train(config: ImagesConfig, resume: bool) -> int:
         optimizers = [optim.adamw(weights, config, _decays, world.device if graph else "")]
         shuffled = Shuffled(images, config.model.context, config.seed, config.repeats)
         loop = Loop(config, task, optimizers, shuffled, world, names="\n".join(images.names))
-        every = -(-len(held_out.labels) // _GLANCE)  # evenly spread: folders are sorted by class
-        seen = Images(held_out.pixels[::every], held_out.labels[::every], images.names)
+        these = some_of(len(held_out.labels), _GLANCE)
+        seen = Images(held_out.pixels[these], held_out.labels[these], images.names)
         loop.look = lambda: glance(task.model, seen, config, world.device)
         loop.look_every = max(-(-config.steps // 10), 32 * len(seen.labels) // config.batch)
         return loop.run(resume)
@@ -73,10 +73,11 @@ class Classification:
         self.config, self.goal, self.capacity = config, config.model.capacity, config.model.capacity
         torch.manual_seed(config.seed)
         model = ViT(config.model)
-        wide = images.pixels[: 2**14].float() / 255
+        N, _, *size = images.pixels.shape
+        wide = images.pixels[some_of(N, 1 + 2**24 // math.prod(size))].float() / 255
         model.pixel_mean.copy_(wide.mean((0, 2, 3)))
         model.pixel_std.copy_(wide.std((0, 2, 3)).clamp(min=1e-3))
-        self.model = spread(model.to(world.device), config.compile, world)
+        self.model = spread(model.to(world.device), config.compile, world, "forward")
         compiled = config.compile and world.size == 1
         self._forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self._augmented = torch.compile(augmented, dynamic=False) if compiled else augmented

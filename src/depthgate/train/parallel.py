@@ -57,16 +57,18 @@ def build_decoder(config: ModelConfig, compiled: bool, world: World) -> Decoder:
     return spread(kind(config, scores_have_no_loss=no_loss).to(world.device), compiled, world)
 
 
-def spread(model: Model, compiled: bool, world: World) -> Model:
-    """Split the weights of a model with `layers` among the processes, if there are several, and compile its layers."""
+def spread(model: Model, compiled: bool, world: World, called: str = "add_to") -> Model:
+    """Split the weights of a model with `layers` among the processes, if there are several, and compile its layers.
+    called: the method of a layer that the model calls."""
     if world.size == 1:
         return model
     mesh = init_device_mesh(world.device.split(":")[0], (world.size,))
     for layer in model.layers:  # type: ignore[union-attr]
         if compiled:
-            layer.add_to = torch.compile(layer.add_to)
+            setattr(layer, called, torch.compile(getattr(layer, called)))
         fully_shard(layer, mesh=mesh)
-        register_fsdp_forward_method(layer, "add_to")
+        if called != "forward":  # which it knows
+            register_fsdp_forward_method(layer, called)
     fully_shard(model, mesh=mesh)
     if hasattr(model, "loss"):
         register_fsdp_forward_method(model, "loss")

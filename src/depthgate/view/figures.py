@@ -125,7 +125,9 @@ def _draw_image(axes: Any, tokens: Sequence[Any], image: Image, **how: Any) -> A
     down, across = image.grid or (1, len(tokens))
     ends = (-0.5, across - 0.5, down - 0.5, -0.5)
     if image.pixels is not None:
-        axes.imshow(image.pixels.tolist(), extent=ends)
+        high, wide = image.pixels.shape[:2]
+        how["aspect"] = (high / down) / (wide / across)  # of a patch
+        axes.imshow(image.pixels.tolist(), extent=ends, aspect=how["aspect"])
     return axes.imshow([tokens[i : i + across] for i in range(0, len(tokens), across)], extent=ends, **how)
 
 
@@ -171,11 +173,11 @@ def _draw_slots(layer: SlotLayer, image: Image, part: Any) -> None:
         part.colorbar(drawn, ax=axes, label="weight")
         return
     part.suptitle(f"layer {layer.name}: how much of each patch a slot holds", fontsize=10, parse_math=False)
-    high = max((weight for row in layer.into for weight in row if math.isfinite(weight)), default=1.0)
-    for number, row in enumerate(layer.into):
+    patches = [row[image.prefix :] for row in layer.into]
+    high = max((weight for row in patches for weight in row if math.isfinite(weight)), default=1.0)
+    for number, weights in enumerate(patches):
         axes = part.add_subplot(-(-len(layer.into) // 8), min(8, len(layer.into)), number + 1)
         axes.set_axis_off()
-        weights = row[image.prefix :]
         if image.pixels is None:
             drawn = _draw_image(axes, weights, image, cmap="magma", vmin=0, vmax=high)
         else:

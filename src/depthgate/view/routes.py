@@ -317,7 +317,8 @@ def image_of(grid: Grid | None, prefix: int, image: Any) -> Image:
     if grid is None or found.dim() != 3 or found.shape[0] not in (1, 3) or not found.numel():
         raise InvalidValueError(f"image has the shape {tuple(found.shape)}: give (3, height, width), and a grid")
     low, high = found.aminmax()
-    size = [min(side, _MOST_PIXELS) for side in found.shape[1:]]
+    share = min(1.0, _MOST_PIXELS / max(found.shape[1:]))  # of both sides: an image keeps its shape
+    size = [max(1, round(side * share)) for side in found.shape[1:]]
     small = torch.nn.functional.interpolate(((found - low) / (high - low).clamp(min=1e-9))[None], size, mode="area")[0]
     return Image(grid, prefix, (255 * small).round().to(torch.uint8).expand(3, -1, -1).movedim(0, -1))
 

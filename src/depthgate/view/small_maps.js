@@ -36,6 +36,7 @@ document.querySelectorAll("canvas.small").forEach((canvas) => {
     cell = flat ? wide / columns : Math.min(24, (wide - GAP * (across - 1)) / across / columns);
     if (image) cell = Math.floor(cell) || 1;  // no seams between what lies over it
     high = flat ? 16 : cell;
+    if (image) high = Math.max(1, Math.round(cell * (image.height / rows) / (image.width / columns)));  // the shape of a patch
     const tall = Math.ceil(into.length / across) * (rows * high + LABEL + GAP);
     ratio = Math.min(window.devicePixelRatio || 1, Math.sqrt(16e6 / (wide * tall || 1)));  // larger ones some browsers do not draw
     canvas.style.height = tall + "px";
