@@ -195,7 +195,7 @@ def rewrite(folder, **values):
         (lambda f: None, ["--layers", "7"], "a layer is 7"),
         (lambda f: None, ["--layers", "some"], "layers is 'some'"),
         (lambda f: None, ["--layers", "auto"], "go together"),
-        (lambda f: None, ["--layers", "auto", "--text", "nowhere"], "nowhere is not a file"),
+        (lambda f: None, ["--layers", "auto", "--text", "nowhere"], "'nowhere' does not exist"),
         (lambda f: None, ["--layers", "auto", "--text", __file__], "tokenizer"),
         (lambda f: None, ["--capacity", "0"], "capacity is 0"),
         (lambda f: None, ["--rule", "none"], "rule is 'none'"),

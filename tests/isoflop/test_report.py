@@ -8,7 +8,8 @@ from html import unescape
 import pytest
 
 from depthgate.isoflop.fit import AGAIN, Curve, Verdict
-from depthgate.isoflop.report import _fitted, advice, compared, in_words, no_verdict, resolution, short_flops
+from depthgate.isoflop.report import _fitted
+from depthgate.isoflop.sentences import advice, compared, in_words, no_verdict, resolution, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
 

@@ -279,13 +279,13 @@ def probe_for(config: ConvertConfig, model: Any) -> tuple[Tensor, int]:
 def _calibration(tokenizer: Any, text: str, model: Any) -> Tensor:
     """Token ids (B, T) from the beginning of a text."""
     rows, length = _CALIBRATION
-    if tokenizer is None:
-        raise DepthgateError("the model has no tokenizer, which --layers auto needs: add its files, or name the layers")
     begin = ""
     for document in documents(text):
         begin += document
         if len(begin) >= 32 * rows * length:
             break
+    if tokenizer is None:
+        raise DepthgateError("the model has no tokenizer, which --layers auto needs: add its files, or name the layers")
     ids = tokenizer(begin[: 32 * rows * length], add_special_tokens=False)["input_ids"]
     length = min(length, model.config.max_position_embeddings, len(ids))
     if length < 2:
