@@ -183,6 +183,20 @@ def test_every_calibrated_layer_takes_its_share(kind):
     assert shares == pytest.approx([0.3, 0.5, 0.2, 0.4], abs=0.07)
 
 
+@pytest.mark.parametrize("kind", ["phi3", "smollm3"])
+@torch.no_grad()
+def test_rounding_decides_nothing_in_a_calibrated_model(kind):
+    """Equal tokens are equal in the first layer: one of them at the threshold would enter with a cache alone."""
+    model, ids = dg.hf.convert(dense(kind), 0.5, [0, 1, 3], rule="scores"), tokens(4, 40)
+    dg.hf.calibrate(model, ids)
+    with plans_of(model.eval()) as plans:
+        model(ids, use_cache=False)
+    assert float(plans[0].decision.abs().min()) > 1e-6
+    how = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    texts = [model.generate(tokens(2, 9, seed=5), use_cache=cached, **how) for cached in (True, False)]
+    assert torch.equal(*texts)
+
+
 @torch.no_grad()
 def test_packed_documents_are_calibrated_each_with_its_first_token():
     model, ids = dg.hf.convert(dense("llama"), 0.4, ROUTED, rule="threshold"), tokens(4, 60)

@@ -41,6 +41,7 @@ _RIDGE = 1e-2  # as a share of the mean square of a channel
 _SCORE_STD = 1.0  # of calibrated scores
 _SCORE_STD_IN_GATE = 0.05  # where scores change the gate, which is to stay near 1
 _LEAST_STD = 1e-3  # less is rounding: of tokens that are all the same
+_ROUNDING = 1e-5  # of scores, as a share of the largest
 _FIRST_TOKEN_SCORE = 3.0  # wanted for a document's first token, in standard deviations above the mean of the others
 _FIRST_TOKEN_WEIGHT = 30.0  # in the fit, where that of another is 1
 
@@ -241,7 +242,7 @@ def calibrate(model: Any, batch: Any) -> None:
     with watched(model, ()), collected_plans(model, lambda plan: plan.scores) as found:
         model(**call)  # each layer now gets what the routed ones before it leave
     for layer, (scores,) in zip(layers, found, strict=True):
-        middle = _kth_best(scores[mask.to(scores.device)].flatten(), layer.depth_router.capacity)
+        middle = _between(scores[mask.to(scores.device)].flatten(), layer.depth_router.capacity)
         layer.depth_router.proj.bias.sub_(middle)
 
 
@@ -309,12 +310,15 @@ def _fit(router: TopTokens, x: Tensor, added: Tensor, first: Tensor, capacity: f
     scores = x @ fit
     times = spread / scores[~first].std().clamp(min=_LEAST_STD)
     router.proj.learnt.copy_(fit * times)
-    router.proj.bias.fill_(float(-_kth_best(scores, capacity) * times))
+    router.proj.bias.fill_(float(-_between(scores, capacity) * times))
     if isinstance(router.rule, Threshold):
         router.rule.average.zero_()
         router.rule.weight.fill_(1.0)
 
 
-def _kth_best(scores: Tensor, capacity: float) -> Tensor:
-    """The lowest of the share of scores (N,) that is taken."""
-    return scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
+def _between(scores: Tensor, capacity: float) -> Tensor:
+    """A number halfway between the share of scores (N,) that is taken and the others. One of them would leave equal
+    tokens, as every first layer has them, to rounding: with a cache they would be decided otherwise than without."""
+    least = scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
+    others = scores[scores < least - _ROUNDING * scores.abs().max()]
+    return (least + others.max()) / 2 if len(others) else least - _ROUNDING * scores.abs().max()
