@@ -213,8 +213,7 @@ class FinetuneConfig(RunConfig):
     train: str = choice(
         "full",
         ("full", "router", "lora"),
-        "what is trained: full, router (the routers alone) or lora (routers, and LoRA in all linear layers, merged "
-        "when the model is saved)",
+        "what is trained: full, router (routers alone) or lora (routers, and LoRA in linear layers, merged when saved)",
     )
     rank: int = count(16, "rank of LoRA")
     capacity: float | None = option(None, "share of tokens routed at the end; the model's unless given", check_capacity)
@@ -235,6 +234,8 @@ class FinetuneConfig(RunConfig):
     def check_together(self) -> None:
         super().check_together()
         check_count(self.batch * self.seq, "batch * seq", maximum=2**28)
+        if self.rank != type(self).rank and self.train != "lora":
+            raise InvalidValueError(f"rank is {self.rank}, and train is {self.train!r}: --rank belongs to --train lora")
         if self.loss == "text" and self.teacher is not None:
             raise InvalidValueError("loss is 'text', which needs no teacher: leave --teacher out")
         if self.loss == "text" and self.text_share:

@@ -80,3 +80,14 @@ def test_an_exported_model_says_what_the_model_says_of_any_text(strict):
     exported = torch.export.export(model, (ids[:2],), {"use_cache": False}, strict=strict).module()
     for some in (ids[:2], ids[2:]):  # of which others enter
         close(exported(some, use_cache=False).logits, model(some, use_cache=False).logits)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@torch.no_grad()
+def test_an_exported_model_reads_batches_of_other_shapes(strict):
+    model, ids = short(routed("llama")), tokens(3, 20)
+    sides = {0: torch.export.Dim("rows", min=2, max=8), 1: torch.export.Dim("length", min=2, max=64)}
+    how = {"dynamic_shapes": {"input_ids": sides, "use_cache": None}, "strict": strict}
+    exported = torch.export.export(model, (ids,), {"use_cache": False}, **how).module()
+    for some in (ids[:2, :7], tokens(5, 33)):
+        close(exported(some, use_cache=False).logits, model(some, use_cache=False).logits)

@@ -207,6 +207,7 @@ def test_documents_begin_as_the_tokenizer_begins_them(home):
         (["--capacity", "2"], "capacity is 2"),
         (["--lr", "-1"], "lr is -1"),
         (["--seq", "1"], "seq is 1"),
+        (["--rank", "4", "--train", "router"], "rank is 4, and train is 'router'"),
     ],
 )
 def test_what_is_wrong_is_said_and_nothing_is_left(home, capsys, monkeypatch, options, why):

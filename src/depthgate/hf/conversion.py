@@ -51,7 +51,8 @@ def convert(
     """Route `layers` of a transformers model, in place; the model is also returned.
 
     Routers start at zero. The gates one_plus_tanh and straight_through are then exactly 1 (others are refused), and
-    every causal rule routes all tokens: in evaluation, and in training at capacity 1, nothing changes at first.
+    every causal rule routes all tokens: in evaluation, and in training at capacity 1, nothing changes at first. Give
+    the whole model: one around a decoder that was converted by itself (`model.model`) is saved without the routing.
 
     capacity: share of the tokens that a routed layer takes, or a share for each of `layers`, in the order given there.
     layers: 'every_other' (1, 3, ...), numbers of layers, or 'auto': the half that changes its tokens least on
@@ -159,7 +160,7 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
     families.family_of(model)  # refuses others
     inputs, mask = calibration_inputs(model, batch)
     with watched(model, families.decoder_layers(model)) as seen:
-        model(**inputs, use_cache=False)
+        model(**{**inputs, "use_cache": False})
     return [float(change[mask.to(change.device)].mean()) for ((_, change),) in seen]
 
 

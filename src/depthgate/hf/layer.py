@@ -110,7 +110,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         by_itself = isinstance(store, NoCache) and kind == "sdpa" and doc is None and window is None
         if plan.filled is not None and not by_itself:
             query = query.masked_fill(~plan.filled[:, 0], -1)
-        key = store.expect(query, len(x), rows, plan.filled is None)
+        key = store.expect(query, x.shape[0], rows, plan.filled is None)
         first = None if doc is None else pick(doc)
         alone = x.shape[1] == 1 and plan.filled is None and not static  # a new token in each row: it sees all there is
         keywords |= attention_keywords(kind, query, key, first, window, x.dtype, alone)

@@ -40,6 +40,8 @@ _CAPACITIES = 8  # between 1 and the goal, of compiled layers
 _RIDGE = 1e-2  # as a share of the mean square of a channel
 _SCORE_STD = 1.0  # of calibrated scores
 _SCORE_STD_IN_GATE = 0.05  # where scores change the gate, which is to stay near 1
+_LEAST_STD = 1e-3  # less is rounding: of tokens that are all the same
+_ROUNDING = 1e-5  # of scores, as a share of the largest
 _FIRST_TOKEN_SCORE = 3.0  # wanted for a document's first token, in standard deviations above the mean of the others
 _FIRST_TOKEN_WEIGHT = 30.0  # in the fit, where that of another is 1
 
@@ -228,11 +230,20 @@ def calibrate(model: Any, batch: Any) -> None:
         what = "weights of routers are offloaded (device_map), where they cannot be changed"
         raise DepthgateError(f"{what}: calibrate the model before it is placed, save it, and load it from there")
     inputs, mask = calibration_inputs(model, batch)
+    call = {**inputs, "use_cache": False, "causal_routing": False}
     with _all_dense(model, layers) as seen:
-        model(**inputs, use_cache=False, causal_routing=False)
+        model(**call)
+    starts = inputs.get("position_ids")
+    first = mask.cumsum(1) == 1 if starts is None else (mask.cumsum(1) == 1) | (starts == 0)
+    _check_finite(layers, seen, mask.flatten())
     scale_routers(layers)
-    _calibrate(layers, seen, mask.flatten(), (mask & (mask.cumsum(1) == 1)).flatten(), fit=True)
+    _calibrate(layers, seen, mask.flatten(), (mask & first).flatten(), fit=True)
     unscale_routers(layers)
+    with watched(model, ()), collected_plans(model, lambda plan: plan.scores) as found:
+        model(**call)  # each layer now gets what the routed ones before it leave
+    for layer, (scores,) in zip(layers, found, strict=True):
+        middle = _between(scores[mask.to(scores.device)].flatten(), layer.depth_router.capacity)
+        layer.depth_router.proj.bias.sub_(middle)
 
 
 @torch.no_grad()
@@ -244,6 +255,7 @@ def calibrate_rows(language: Any, rows: Rows) -> None:
         for tokens, pos in zip(rows.tokens, rows.pos, strict=True):
             language.hidden(tokens[None].to(language.device), pos[None].to(language.device), causal=False)
     first = (rows.pos == 0).flatten().to(language.device)
+    _check_finite(language.routed, seen, torch.ones_like(first))
     _calibrate(language.routed, seen, torch.ones_like(first), first, neutral)
 
 
@@ -255,6 +267,15 @@ def _all_dense(model: Any, layers: Sequence[RoutedLayer]) -> Iterator[Any]:
         after.callback(set_capacity, model, goals)
         set_capacity(model, 1.0)
         yield after.enter_context(watched(model, layers))
+
+
+def _check_finite(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor) -> None:
+    """Refuse changes from which no router can be set, before any is."""
+    for layer, mine in zip(layers, seen, strict=True):
+        change = torch.cat([change.flatten() for _, change in mine])
+        if not change[mask.to(change.device)].isfinite().all():
+            what = f"layer {layer._attention.layer_idx} gives numbers that are not finite"
+            raise DepthgateError(f"{what}: its weights are damaged, or too large for {next(layer.parameters()).dtype}")
 
 
 def _calibrate(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor, first: Tensor, fit: bool) -> None:
@@ -279,7 +300,7 @@ def _calibrate(layers: Sequence[RoutedLayer], seen: Any, mask: Tensor, first: Te
 
 def _fit(router: TopTokens, x: Tensor, added: Tensor, first: Tensor, capacity: float, spread: float) -> None:
     """Set a router by ridge regression on scaled tokens x (N, D): a share of `capacity` then scores at least 0."""
-    wanted = (added - added[~first].mean()) / added[~first].std().clamp(min=1e-12)
+    wanted = (added - added[~first].mean()) / added[~first].std().clamp(min=_LEAST_STD)
     wanted = torch.where(first, _FIRST_TOKEN_SCORE, wanted)
     features = torch.cat([x, torch.ones_like(x[:, :1])], 1).double()
     weighted = features * torch.where(first, _FIRST_TOKEN_WEIGHT, 1.0)[:, None] / len(x)
@@ -287,10 +308,17 @@ def _fit(router: TopTokens, x: Tensor, added: Tensor, first: Tensor, capacity: f
     square.diagonal().add_(_RIDGE)
     fit = torch.linalg.solve(square, weighted.mT @ wanted.double())[:-1].float()
     scores = x @ fit
-    middle = scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
-    times = spread / scores[~first].std().clamp(min=1e-12)
+    times = spread / scores[~first].std().clamp(min=_LEAST_STD)
     router.proj.learnt.copy_(fit * times)
-    router.proj.bias.fill_(float(-middle * times))
+    router.proj.bias.fill_(float(-_between(scores, capacity) * times))
     if isinstance(router.rule, Threshold):
         router.rule.average.zero_()
         router.rule.weight.fill_(1.0)
+
+
+def _between(scores: Tensor, capacity: float) -> Tensor:
+    """A number halfway between the share of scores (N,) that is taken and the others. One of them would leave equal
+    tokens, as every first layer has them, to rounding: with a cache they would be decided otherwise than without."""
+    least = scores.sort(descending=True).values[budget(capacity, len(scores)) - 1]
+    others = scores[scores < least - _ROUNDING * scores.abs().max()]
+    return (least + others.max()) / 2 if len(others) else least - _ROUNDING * scores.abs().max()

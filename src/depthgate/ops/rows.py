@@ -17,7 +17,8 @@ def flat_index(index: Tensor, T: int) -> Tensor:
     """(B, N) indices within rows of T tokens -> (B*N,) indices into B*T tokens."""
     if index.shape[0] == 1 or T == 0:
         return index.flatten()
-    starts = torch.arange(0, index.shape[0] * T, T, device=index.device)
+    B, compiling = index.shape[0], torch.compiler.is_compiling()  # to which the number of steps of T is not B
+    starts = torch.arange(B, device=index.device) * T if compiling else torch.arange(0, B * T, T, device=index.device)
     return (index + starts[:, None]).flatten()
 
 

@@ -89,7 +89,7 @@ class Slots(NamedTuple):
 
     def _pooled(self, x: Tensor) -> Tensor:
         """x (B, T, ...) -> (P, tokens of a pool, ...)."""
-        return x if len(self.tokens) == len(x) else x.reshape(len(self.tokens), -1, *x.shape[2:])
+        return x if self.tokens.shape[0] == x.shape[0] else x.reshape(len(self.tokens), -1, *x.shape[2:])
 
     def add(self, x: Tensor, rows: Tensor) -> Tensor:
         """x (B, T, D), rows (B, 1, C, D) -> x + combine(rows), of which only the routed tokens are computed."""

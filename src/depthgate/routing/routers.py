@@ -119,7 +119,8 @@ class TopTokens(nn.Module):
             of_batch = None if valid is None else valid.reshape(1, -1), None, None
             given = (valid, doc, max_documents) if self.pool == "sequence" else of_batch
             chosen, filled, slot = self._choose(self._by_pool(ranked), *given)
-        flat, rows = flat_index(chosen.flatten(1), x.shape[0] * x.shape[1] // max(1, len(chosen))), None
+        pooled = x.shape[1] if self.pool == "sequence" else x.shape[0] * x.shape[1]
+        flat, rows = flat_index(chosen.flatten(1), pooled), None
         if sparse:  # the scores of routed tokens, computed again from them alone
             known = None if slot is None or filled is not None else slot.mT
             rows = take_rows(x, chosen[:, 0], inverse_for_gathering(known, x), flat)
