@@ -33,6 +33,7 @@ IMAGE_VARIANTS: dict[str, dict[str, Any]] = {
     "uniform_combine": {**_SOFT, "combine": "uniform"},
     "uniform": {**_SOFT, "dispatch": "uniform", "combine": "uniform"},
 }
+LEARNT, CONTROLS = "soft_moe", ("uniform_dispatch", "uniform_combine", "uniform")  # what its router is compared with
 _LARGE = 1e14  # from this budget on, defaults are those of a GPU
 # Options that the study itself decides for every cell.
 _FIXED = {

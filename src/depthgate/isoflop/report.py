@@ -22,7 +22,7 @@ from depthgate.files import replace
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.calls import generate
 from depthgate.isoflop.config import baseline
-from depthgate.isoflop.fit import Curve, Interval, Verdict, calibrations, seed_by_seed, verdicts
+from depthgate.isoflop.fit import DENSE, Curve, Interval, Verdict, calibrations, seed_by_seed, verdicts
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import load, text_of
@@ -132,10 +132,9 @@ def _speed(study: Study) -> float:
 def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = None) -> None:
     """Write all files of the report, and print the findings. `lead`: the beginning of the page."""
     out, rows, curves = study.out, study.rows, study.curves
-    found, best = verdicts(curves), [_summary(curve) for curve in curves]
-    checks = calibrations(rows)
+    found, best, checks = verdicts(curves), [curve.summary() for curve in curves], calibrations(rows)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
-    ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
+    ranked = sorted(found, key=lambda v: (bool(v.refused), v.against != DENSE, -v.budget, -v.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
     more, seeds = study.config.more_sizes, study.config.seeds_at_minimum or study.config.seeds
     smallest = {name: parameters(shapes[0]) for name, shapes in study.grid.ladders.items()}
@@ -205,7 +204,7 @@ def compared(rows: Sequence[Row]) -> list[str]:
 
 def in_words(verdict: Verdict) -> str:
     """A verdict as a sentence."""
-    start = f"{verdict.variant} against dense at {short_flops(verdict.budget)} FLOPs"
+    start = f"{verdict.variant} against {verdict.against} at {short_flops(verdict.budget)} FLOPs"
     if verdict.refused:
         return f"{start}: no verdict, {verdict.refused}."
     lower, sure = "lower" if verdict.gain >= 0 else "higher", verdict.gain_interval
@@ -213,18 +212,19 @@ def in_words(verdict: Verdict) -> str:
     if verdict.gain_may_be_zero:
         return f"{gain}: the difference is not significant."
     parts, about = [gain], "" if sure else "as an estimate alone, "
+    same = f"the same loss as {verdict.against}'s best"
     if not sure:
         parts.append(f"no interval: {verdict.no_interval}")
     if verdict.forward_at_least:
-        least = (verdict.forward_interval or [verdict.forward_saving])[0]
-        parts.append(f"{about}the same loss as dense's best with at least {_fewer(least, None)} in a forward pass")
+        least = _fewer((verdict.forward_interval or [verdict.forward_saving])[0], None)
+        parts.append(f"{about}{same} with at least {least} in a forward pass")
     elif less := _fewer(verdict.forward_saving, verdict.forward_interval):
-        parts.append(f"{about}the same loss as dense's best with {less} in a forward pass")
+        parts.append(f"{about}{same} with {less} in a forward pass")
     else:
-        parts.append("no size of it reaches dense's best loss")
+        parts.append(f"no size of it reaches {verdict.against}'s best loss")
     if less := _fewer(verdict.training_saving, None):
         beyond = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
-        parts.append(f"as an estimate alone, training takes {less} to reach dense's best loss{beyond}")
+        parts.append(f"as an estimate alone, training takes {less} to reach {verdict.against}'s best loss{beyond}")
     return f"{'; '.join(parts)}."
 
 
@@ -287,14 +287,6 @@ def _between(found: Interval, what: str, form: str) -> str:
 def _finite(value: Any) -> Any:
     """A value that JSON can hold: None for nan and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary(curve: Curve) -> Row:
-    names = ("budget", "variant", "lowest", "loss", "loss_interval", "params", "params_interval", "bracketed")
-    found = {name: getattr(curve, name) for name in (*names, "open_because", "no_interval")}
-    size = torch.tensor([curve.params], dtype=torch.float64)
-    found["forward_flops_per_token"] = float(curve.forward_flops(size.log()))
-    return found if curve.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
 
 
 def _fitted(
