@@ -215,8 +215,7 @@ def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequenc
     splits = [] if train == folder else [_folders(named[name]) for name in _SPLITS if name in named]
     classes, (held_out, *_) = _folders(train), [*filter(None, splits), {}]
     if train == folder and not whole and (alone := [named[name].name for name in _SPLITS if name in named]):
-        what = f"data is {folder}, which has a folder {alone[0]}, but no folder train"
-        raise DepthgateError(f"{what}: give images to train on, or, if it is a class, another name")
+        raise DepthgateError(f"{folder} has a folder {alone[0]}, but no folder train: add it, or rename the other")
     if not classes:
         what = "images, but no folder for each class" if image_files(folder) else "no images"
         raise DepthgateError(f"data is {folder}, which holds {what}: it must hold a folder of images for each class")
@@ -246,8 +245,7 @@ def _pairs(train: _Pair, held_out: _Pair | None, whole: bool) -> Sequence[_Pair]
         return train, held_out or train
     out = torch.tensor([mix(0, i) % _HELD_OUT == 0 for i in range(len(train[1]))], dtype=torch.bool)
     out[-1:] |= not out.any()
-    kept = train[1][~out]
-    for label in {*train[1].tolist()} - {*kept.tolist()}:  # few images, all of them drawn: the first stays
+    for label in {*train[1].tolist()} - {*train[1][~out].tolist()}:  # few images, all of them drawn: the first stays
         out[(train[1] == label).nonzero()[0]] = False
     return [(train[0][these], train[1][these]) for these in (~out, out)]
 
