@@ -379,7 +379,7 @@ def test_reports_on_images_speak_of_errors_and_images(tmp_path, data, capsys):
         assert "balance_error" not in text
         assert "best error" in text
         assert not re.search(
-            "best loss|lowest loss|[Ll]oss against|causal loss|held-out text|nats per token|[(]top k[)]", text
+            "best loss|lowest loss|[Ll]oss against|causal loss|held-out text|nats per token|[(]top k[)]|sequences", text
         )
     assert "Error against parameters and FLOPs" in page
     assert "nats per image" in page
