@@ -198,13 +198,23 @@ def test_a_pretrained_vit_is_opened_and_upcycled(make):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"heads": 4}, {"layers": 3}, {"registers": 1}, {"hidden": 32}, {"patch": 2}, {"classes": 4}, {"expert_hidden": 8}],
+    [{"heads": 4}, {"layers": 3}, {"registers": 1}, {"hidden": 32}, {"patch": 2}, {"expert_hidden": 8}],
     ids=str,
 )
 def test_a_pretrained_vit_keeps_its_shape(changes):
-    with pytest.raises(InvalidValueError, match="only options of routing may be chosen"):
+    with pytest.raises(InvalidValueError, match="only image, classes and routing may be chosen"):
         dg.ViT.from_pretrained(of_transformers(), pattern="soft_moe", **changes)
     assert dg.ViT.from_pretrained(of_transformers(), image=12, patch="4x4").config.size == (12, 12)
+
+
+def test_a_pretrained_vit_for_other_images_and_classes():
+    """Positions are stretched as for images of other sizes, and the head is a new one."""
+    theirs, images = of_transformers(), torch.randn(2, 3, 8, 16)
+    opened, other = (dg.ViT.from_pretrained(theirs, **changes) for changes in ({}, {"image": "8x16", "classes": 5}))
+    close(other.features(images)[0], opened.features(images)[0])
+    assert other.position.shape == (8, 16)
+    assert torch.equal(other(images).logits, torch.zeros(2, 5))
+    assert other.names == ["0", "1", "2", "3", "4"]
 
 
 def test_a_missing_folder_is_not_looked_for_elsewhere(monkeypatch):

@@ -124,6 +124,7 @@ class ImagesConfig(RunConfig):
     out: str = "runs/images"
     preset: str = option("vit-tiny-soft", "where all other options start from (see depthgate presets)")
     model: ViTConfig = field(default_factory=ViTConfig)
+    pretrained: str | None = option(None, "folder of a ViT of transformers to start from; its shape is the model's")
     corrupt: str = choice("refuse", ("refuse", "skip"), "what is done about files that are not images")
     epochs: float | None = number(
         None, "(0, inf)", "passes over the images, instead of steps; warm-up: a tenth at most"

@@ -105,21 +105,26 @@ class ViT(nn.Module):
     def from_pretrained(cls, source: Any, **changes: Any) -> Self:
         """A pretrained ViT of timm or of transformers, a module or the folder of a transformers model, as one of ours.
         With other values of ViTConfig, such as pattern="moe", it is upcycled: experts start as copies of the MLP, so
-        that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers do for equal tokens."""
+        that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers do for equal tokens.
+        For another `image` its positions are stretched; for another number of `classes` it has a new head, of zeros."""
         model = _opened(source) if isinstance(source, str | Path) else source
         weights, config = _theirs(model)
         config = replace(config, expert_hidden=config.hidden)
         asked = replace(config, **changes)
-        for name in (*_SHAPE, "registers", "norm_eps"):
+        for name in ("patch_size", *SHAPE[1:]):
             if getattr(asked, name) != getattr(config, name):
                 what = f"{name} is {getattr(asked, name)!r}, that of the model {getattr(config, name)!r}"
-                raise InvalidValueError(f"{what}: leave it out; only options of routing may be chosen")
+                raise InvalidValueError(f"{what}: leave it out; only image, classes and routing may be chosen")
         if "mod" in asked.kinds:
             check_neutral(asked.gate)
         if asked.top_k == 1 and "moe" in asked.kinds:
             raise InvalidValueError(
                 "top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2 or more"
             )
+        weights["position"] = _stretched(weights["position"], config.grid, asked.grid)
+        labels = getattr(getattr(model, "config", None), "id2label", {})
+        if asked.classes != config.classes:
+            labels, weights = {}, {name: each for name, each in weights.items() if not name.startswith("head.")}
         vit = cls(asked).to(weights["position"].dtype)
         for name, tensor in vit.state_dict().items():  # which is written to
             plain = name.replace(".block.", ".")  # of a mod layer
@@ -135,7 +140,6 @@ class ViT(nn.Module):
             cfg = _of_pixels(file)
         for buffer, value in ((vit.pixel_mean, cfg.get("mean")), (vit.pixel_std, cfg.get("std"))):
             buffer.copy_(torch.tensor(value or [0.5] * len(buffer)))
-        labels = getattr(getattr(model, "config", None), "id2label", {})
         vit.names = [str(labels.get(number, number)) for number in range(vit.config.classes)]
         return vit.eval()
 
@@ -203,7 +207,11 @@ class ViT(nn.Module):
         if real is not None:
             cut = torch.where(real[:, :, :, None, None, None], cut, 0.0)
         x = self.patch(cut.reshape(B, rows * columns, C * high * wide))
-        x = x + (self._positions(rows, columns) if real is None else self._positions_within(real))
+        x = x + (
+            _stretched(self.position, self.config.grid, (rows, columns))
+            if real is None
+            else self._positions_within(real)
+        )
         if self.prefix is not None:
             x = torch.cat((self.prefix.to(x.dtype).expand(B, -1, -1), x), 1)
         return x, None if real is None else F.pad(real.flatten(1), (self.config.prefix, 0), value=True)
@@ -250,31 +258,31 @@ class ViT(nn.Module):
             raise InvalidValueError("mask is not a rectangle of whole patches at the top left: pad right and below")
         return real
 
-    def _positions(self, rows: int, columns: int) -> Tensor:
-        """The embedding of a grid's positions (rows * columns, D): as learnt, or stretched to another grid."""
-        if (rows, columns) == self.config.grid:
-            return self.position
-        # Contiguous: torch 2.13 mixes up the channels of others where one column is asked for. Not in halves: on a CPU
-        # it cannot.
-        learnt = self.position.view(1, *self.config.grid, -1).permute(0, 3, 1, 2).contiguous()
-        wide = learnt.to(torch.promote_types(learnt.dtype, torch.float32))
-        found = F.interpolate(wide, (rows, columns), mode="bicubic", antialias=True)
-        return found.flatten(2)[0].mT.to(learnt.dtype)
-
     def _positions_within(self, real: Tensor) -> Tensor:
-        """The same for images of different sizes, each with the positions that it has alone: (B, rows * columns, D)."""
+        """Positions of images of different sizes, each with those that it has alone: (B, rows * columns, D)."""
         B, rows, columns = real.shape
         room = self.position.new_zeros(B, rows, columns, self.position.shape[1])
         sizes = list(zip(real.any(2).sum(1).tolist(), real.any(1).sum(1).tolist(), strict=True))
         for high, wide in {size for size in sizes if all(size)}:
             mine = torch.tensor([size == (high, wide) for size in sizes], device=real.device)
-            part = self._positions(high, wide).view(high, wide, -1)
+            part = _stretched(self.position, self.config.grid, (high, wide)).view(high, wide, -1)
             room = torch.where(mine[:, None, None, None], F.pad(part, (0, 0, 0, columns - wide, 0, rows - high)), room)
         return room.flatten(1, 2)
 
 
+def _stretched(position: Tensor, grid: tuple[int, int], wanted: tuple[int, int]) -> Tensor:
+    """The positions of a grid (rows * columns, D), as learnt or stretched to another grid."""
+    if wanted == grid:
+        return position
+    # Contiguous: torch 2.13 mixes up the channels of others where one column is asked for. Not in halves: on a CPU it
+    # cannot.
+    learnt = position.view(1, *grid, -1).permute(0, 3, 1, 2).contiguous()
+    wide = learnt.to(torch.promote_types(learnt.dtype, torch.float32))
+    return F.interpolate(wide, wanted, mode="bicubic", antialias=True).flatten(2)[0].mT.to(learnt.dtype)
+
+
 _GELU = ("gelu", "GELU()", "GELU(approximate='none')")
-_SHAPE = ("size", "patch_size", "channels", "classes", "dim", "layers", "heads", "hidden", "expert_hidden", "pooling")
+SHAPE = ("patch", "channels", "dim", "layers", "heads", "hidden", "expert_hidden", "pooling", "registers", "norm_eps")
 # Names of weights in timm (first) and in transformers, older and newer, and ours.
 _RENAMED = (
     (r"patch_embed\.proj\.|embeddings\.patch_embeddings\.projection\.", "patch."),

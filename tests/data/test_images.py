@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from depthgate.data.images import Shuffled, _fitted, augmented, chance, open_images, some_of
+from depthgate.data.images import Shuffled, _fitted, augmented, chance, open_images, read_folder, some_of
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.vision import ImagesConfig, ViTConfig
 
@@ -174,6 +174,7 @@ X = {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS, "y_test": LABELS}
 REFUSED = {
     "a label below 0": (X | {"y_train": LABELS - 1}, "the label -1"),
     "a label too high": (X | {"classes": np.array(["a", "b"])}, "the label 2, and there are 2 classes"),
+    "one class": ({"x": PIXELS, "y": LABELS * 0}, "has one class"),
     "a class without images": (X | {"y_train": LABELS // 2 * 2}, "no image of class 1 to train on"),
     "labels of another number": (X | {"y_train": LABELS[:5]}, r"for 24 images: give a whole number"),
     "labels that are not whole": (X | {"y_train": LABELS / 2}, "labels float64"),
@@ -186,7 +187,7 @@ REFUSED = {
     "a label that is one number": (X | {"y_train": np.int64(3)}, "for 24 images: give a whole number"),
     "names of classes that are alike": (X | {"classes": np.array(["a", "b", "a"])}, "names of classes that are alike"),
     "a name of two lines": (X | {"classes": np.array(["a", "b", "c\nd"])}, "or of two lines"),
-    "one image": ({"x": PIXELS[:1], "y": LABELS[:1]}, "holds no images to train on"),
+    "one image": ({"x": PIXELS[:1], "y": LABELS[:1]}, "holds no images held out"),
     "no images": ({"x_train": PIXELS[:0], "y_train": LABELS[:0]}, "holds no images|cannot|no image"),
     "other names": ({"a": PIXELS}, "it must have x and y"),
     "objects": ({"x": np.array([{}], object), "y": LABELS}, "it holds Python objects"),
@@ -229,6 +230,46 @@ def test_folders_that_are_refused(tmp_path):
     for name, why in (("damaged.npz", ""), ("array.npy", "File is not a zip"), ("text.npz", "File is not a zip")):
         with pytest.raises(DepthgateError, match=rf"cannot be read as a file of arrays \({why}"):
             open_images(str(tmp_path / name))
+
+
+def test_folders_of_splits_have_any_case_and_are_no_classes(tmp_path):
+    for split in ("Train", "Valid"):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.fromarray(PIXELS[0]).save(tmp_path / split / name / "0.png")
+    train, held_out = open_images(str(tmp_path), size=(6, 4))
+    assert (train.names, len(train.labels), len(held_out.labels)) == (["a", "b"], 2, 2)
+    (tmp_path / "Train").rename(tmp_path / "training")
+    with pytest.raises(DepthgateError, match="has a folder Valid, but no folder train"):
+        open_images(str(tmp_path), size=(6, 4))
+
+
+def test_photographs_are_upright(tmp_path):
+    """As a camera that was held upright writes them: lying on their side, with a note."""
+    upright = np.zeros((40, 20, 3), np.uint8)
+    upright[:20] = 255
+    lying, note = Image.fromarray(np.rot90(upright).copy()), Image.Exif()
+    note[0x0112] = 6
+    for split in ("train", "test"):
+        for name in "ab":
+            (tmp_path / split / name).mkdir(parents=True)
+            lying.save(tmp_path / split / name / "0.jpg", exif=note)
+    Image.fromarray(upright).save(tmp_path / "train" / "b" / "1.png", exif=b"Exif\0\0damaged")
+    seen = open_images(str(tmp_path), size=(40, 20))[0].pixels.float()
+    assert seen[:, :, :18].mean() > 250
+    assert seen[:, :, 22:].mean() < 5
+    assert read_folder(str(tmp_path), (40, 20), 3, 1)[1][:, :, :18].float().mean() > 250
+
+
+def test_a_class_of_few_images_keeps_one_to_train_on(tmp_path):
+    """Wherever the images that are drawn to be held out lie."""
+    for first in range(12):
+        labels = np.zeros(12, np.int64)
+        labels[first] = 1
+        train, held_out = open_images(saved(tmp_path, x=PIXELS[:12], y=labels))
+        assert {*train.labels.tolist()} == {0, 1}
+        assert len(held_out.labels) > 0
+        assert len(train.labels) + len(held_out.labels) == 12
 
 
 def test_hidden_files_are_no_images(tmp_path):

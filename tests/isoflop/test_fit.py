@@ -80,6 +80,19 @@ def test_a_verdict_by_hand():
     assert math.isnan(found.training_saving)  # one budget says nothing of it
 
 
+def test_soft_moe_is_compared_with_its_controls_too():
+    """Which are what says whether a learnt router does anything."""
+    names = {"dense": 2.0, "soft_moe": 1.9, "uniform_dispatch": 1.95, "uniform_combine": 2.0}
+    curves = [fit.Curve(rows(name, 1e15, bowl(4e6, lowest, 0.02))) for name, lowest in names.items()]
+    found = {(each.variant, each.against): each.gain for each in fit.verdicts(curves)}
+    wanted = {(name, "dense"): 1 - names[name] / 2.0 for name in names if name != "dense"}
+    wanted |= {("soft_moe", name): 1 - 1.9 / names[name] for name in ("uniform_dispatch", "uniform_combine")}
+    assert found == pytest.approx(wanted)
+    for options in ("", ":experts=8"):
+        two = [fit.Curve(rows(f"{kind}{options}", 1e15, bowl(4e6, 2.0, 0.02))) for kind in ("soft_moe", "uniform")]
+        assert [each.against for each in fit.verdicts(two)] == [f"uniform{options}"]
+
+
 def test_training_flops_saved_by_hand():
     # The variant is at every budget where dense is at twice the budget: loss falls by 0.1 with each doubling.
     curves = []

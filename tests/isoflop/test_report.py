@@ -25,6 +25,8 @@ def test_verdicts_in_words():
     trained = "in a forward pass; as an estimate alone, training takes 31% fewer FLOPs to reach dense's best loss."
     assert in_words(good) == f"{gain}with 50% fewer FLOPs (saving 40% to 60%) {trained}"
     assert in_words(replace(good, forward_at_least=True)) == f"{gain}with at least 40% fewer FLOPs {trained}"
+    control = in_words(replace(good, variant="soft_moe", against="uniform_combine"))
+    assert control == in_words(good).replace("dense", "uniform_combine").replace("mod", "soft_moe")
     bad = Verdict(1e16, "random", "", -0.02, None, training_saving=-0.4, extrapolated=True, no_interval="3 cells")
     assert in_words(bad) == (
         "random against dense at 1e16 FLOPs: best loss 2.00% higher; no interval: 3 cells; no size of it reaches "

@@ -138,6 +138,38 @@ def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
     assert [image["image"] for image in json.loads(capsys.readouterr().out)["images"]] == ["b.png"]
 
 
+def test_a_pretrained_model_is_trained_on(tmp_path, data, capsys):
+    """Upcycled, from its own function, shape and pixels; the run is one like others."""
+    from transformers import ViTConfig as Shape
+    from transformers import ViTForImageClassification
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    ViTForImageClassification(Shape(**shape, image_size=12, patch_size=4, num_labels=3)).save_pretrained(
+        tmp_path / "vit"
+    )
+    options = [
+        "--task=images",
+        f"--data={data}",
+        f"--pretrained={tmp_path / 'vit'}",
+        "--model.pattern=moe",
+        "--lr=1e-9",
+    ]
+    for more, size in (([], "12x12"), (["--model.image=8"], "8")):
+        run = tmp_path / f"of{size}"
+        assert main(["train", *options, *more, f"--out={run}", "--steps=1"]) == 0
+        vit = dg.load(run)
+        assert (vit.config.kinds, vit.config.dim, vit.config.heads) == (("dense", "moe"), 16, 4)
+        assert (str(vit.config.image), vit.names) == (size, ["red", "green"])
+        images = torch.rand(2, 3, *vit.config.size)
+        wanted = dg.ViT.from_pretrained(str(tmp_path / "vit"), image=size).features(images)[0]
+        assert torch.allclose(vit.features(images)[0], wanted, atol=1e-5)
+        assert vit.pixel_mean.tolist() == [0.5] * 3
+    assert main(["train", "--resume", f"--out={run}", "--steps=2"]) == 0
+    assert main(["train", *options, "--model.layers=3", f"--out={tmp_path / 'other'}"]) == 2
+    assert "layers is 3, that of the model 2" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
 def test_evaluation_needs_no_image_of_every_class(tmp_path, capsys):
     """By the numbers of classes, and by their names."""
     random = np.random.default_rng(1)
@@ -347,7 +379,7 @@ def test_reports_on_images_speak_of_errors_and_images(tmp_path, data, capsys):
         assert "balance_error" not in text
         assert "best error" in text
         assert not re.search(
-            "best loss|lowest loss|[Ll]oss against|causal loss|held-out text|nats per token|[(]top k[)]", text
+            "best loss|lowest loss|[Ll]oss against|causal loss|held-out text|nats per token|[(]top k[)]|sequences", text
         )
     assert "Error against parameters and FLOPs" in page
     assert "nats per image" in page

@@ -8,6 +8,7 @@ import os
 import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -61,6 +62,8 @@ def open_images(data: str, size: _Size = None, corrupt: str = "refuse", whole: b
             raise DepthgateError(f"{data} has images of other shapes to train on than held out: make them alike")
     if [*dict.fromkeys("\n".join(names).split("\n"))] != names:
         raise DepthgateError(f"{data} has names of classes that are alike, or of two lines: give each its own")
+    if not whole and len(names) < 2:
+        raise DepthgateError(f"{data} has one class: there is nothing to learn from fewer than two")
     if not whole and (missing := sorted({*range(len(names))} - {*pairs[0][1].tolist()})):
         raise DepthgateError(
             f"{data} has no image of class {names[missing[0]]} to train on: leave it out, or give some"
@@ -168,7 +171,9 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) ->
 
 
 def _colours(image: Any) -> Any:
-    """An image of Pillow in RGB, a byte each. Pillow itself would cut 16 bits off at 255."""
+    """An image of Pillow as it is to be seen, in RGB, a byte each. Pillow itself would cut 16 bits off at 255."""
+    with suppress(SyntaxError):  # of damaged notes on how the camera was held
+        image = installed("PIL.ImageOps", "images").exif_transpose(image)
     if image.mode in ("I", "F"):
         raise ValueError(f"it has 32 bits a pixel, mode {image.mode}")
     return (image.point(lambda i: i / 256, "L") if image.mode[0] == "I" else image).convert("RGB")
@@ -205,9 +210,12 @@ def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) ->
 
 
 def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
-    train = folder / "train" if (folder / "train").is_dir() else folder
-    splits = [] if train == folder else [_folders(folder / name) for name in _SPLITS]
+    named = {name.lower(): path for name, path in _folders(folder).items()}
+    train = named.get("train", folder)
+    splits = [] if train == folder else [_folders(named[name]) for name in _SPLITS if name in named]
     classes, (held_out, *_) = _folders(train), [*filter(None, splits), {}]
+    if train == folder and not whole and (alone := [named[name].name for name in _SPLITS if name in named]):
+        raise DepthgateError(f"{folder} has a folder {alone[0]}, but no folder train: add it, or rename the other")
     if not classes:
         what = "images, but no folder for each class" if image_files(folder) else "no images"
         raise DepthgateError(f"data is {folder}, which holds {what}: it must hold a folder of images for each class")
@@ -237,6 +245,8 @@ def _pairs(train: _Pair, held_out: _Pair | None, whole: bool) -> Sequence[_Pair]
         return train, held_out or train
     out = torch.tensor([mix(0, i) % _HELD_OUT == 0 for i in range(len(train[1]))], dtype=torch.bool)
     out[-1:] |= not out.any()
+    for label in {*train[1].tolist()} - {*train[1][~out].tolist()}:  # few images, all of them drawn: the first stays
+        out[(train[1] == label).nonzero()[0]] = False
     return [(train[0][these], train[1][these]) for these in (~out, out)]
 
 

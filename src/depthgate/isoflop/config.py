@@ -33,12 +33,13 @@ IMAGE_VARIANTS: dict[str, dict[str, Any]] = {
     "uniform_combine": {**_SOFT, "combine": "uniform"},
     "uniform": {**_SOFT, "dispatch": "uniform", "combine": "uniform"},
 }
+LEARNT, CONTROLS = "soft_moe", ("uniform_dispatch", "uniform_combine", "uniform")  # what its router is compared with
 _LARGE = 1e14  # from this budget on, defaults are those of a GPU
 # Options that the study itself decides for every cell.
 _FIXED = {
     *("vocab", "dim", "layers", "heads", "context", "data", "out", "steps", "preset", "device", "seed", "validation"),
-    *("image", "channels", "classes", "task", "epochs", "corrupt", "tokenizer", "model", "batch", "lr", "warmup"),
-    *("keep", "checkpoint_every", "tracker", "workers", "dtype"),
+    *("image", "channels", "classes", "task", "pretrained", "epochs", "corrupt", "tokenizer", "model", "batch", "lr"),
+    *("warmup", "keep", "checkpoint_every", "tracker", "workers", "dtype"),
 }
 # Options that layers of some kinds alone read: where a variant has none of these, it would be compared with itself.
 _READ_BY: dict[str, tuple[str, ...]] = {

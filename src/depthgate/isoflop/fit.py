@@ -18,7 +18,7 @@ the others give the interval.
 import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from statistics import fmean, stdev
 from typing import Any
@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from depthgate.isoflop.config import baseline
+from depthgate.isoflop.config import CONTROLS, LEARNT, baseline
 
-AGAIN = "other seeds of dense"
+AGAIN, DENSE = "other seeds of dense", "dense"
 DRAWS = 1000
 _ENOUGH = 0.975  # share of the draws that must have a value for an interval to be given
 _FREEDOM = 2
@@ -75,6 +75,14 @@ class Curve:
         params, flops = torch.tensor(self.costs, dtype=torch.float64).log().T
         return (_interpolate(log_params, params, flops) if len(params) > 1 else flops).exp()
 
+    def summary(self) -> dict[str, Any]:
+        """Its figures for a table; those of a minimum that is not bracketed are None."""
+        names = ("budget", "variant", "lowest", "loss", "loss_interval", "params", "params_interval", "bracketed")
+        found = {name: getattr(self, name) for name in (*names, "open_because", "no_interval")}
+        size = torch.tensor([self.params], dtype=torch.float64)
+        found["forward_flops_per_token"] = float(self.forward_flops(size.log()))
+        return found if self.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
+
     def line(self) -> Points:
         """Points of the fitted parabola, from the smallest size to the largest; none where it has no minimum."""
         at, low, bend = self.fits[0]
@@ -85,7 +93,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of a variant with dense at one budget."""
+    """Comparison of a variant with dense, or with another one, at one budget."""
 
     budget: float
     variant: str
@@ -101,6 +109,7 @@ class Verdict:
     training_saving: float = math.nan
     extrapolated: bool = False  # that loss is reached at training FLOPs outside the budgets of the study
     no_interval: str = ""  # why the gain has no interval
+    against: str = DENSE  # what it is compared with
 
     @property
     def gain_may_be_zero(self) -> bool:
@@ -228,13 +237,20 @@ def _interpolate(x: Tensor, xs: Tensor, ys: Tensor) -> Tensor:
 
 
 def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
-    """Comparison of each other variant with dense, at every budget where both were run."""
-    dense = baseline({curve.variant for curve in curves})
-    found = {curve.budget: curve for curve in curves if curve.variant == dense}
+    """Comparison of each other variant with dense, and of Soft MoE with its controls, at every budget where both were
+    run."""
+    names = {curve.variant for curve in curves}
+    dense, known = baseline(names), {(curve.variant, curve.budget): curve for curve in curves}
+    pairs: list[Any] = [(dense, name, DENSE) for name in names - {dense}]
+    for name in names:
+        kind, colon, options = name.partition(":")
+        pairs += [(other := f"{each}{colon}{options}", name, other) for each in CONTROLS if kind == LEARNT]
+    bracketed = {name: [c for c in curves if c.variant == name and c.bracketed] for name in names}
     return [
-        _verdict(found[curve.budget], curve, [c for c in curves if c.variant == curve.variant and c.bracketed])
-        for curve in curves
-        if curve.variant != dense and curve.budget in found
+        replace(_verdict(known[first, c.budget], c, bracketed[name]), against=said)
+        for c in curves
+        for first, name, said in pairs
+        if name == c.variant and (first, c.budget) in known
     ]
 
 

@@ -21,7 +21,7 @@ from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.calls import generate
-from depthgate.isoflop.fit import Curve, calibrations, verdicts
+from depthgate.isoflop.fit import DENSE, Curve, calibrations, verdicts
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.sentences import advice, compared, in_words, no_verdict, of_images, resolution, short_flops
 from depthgate.isoflop.study import Study, duration, speed
@@ -127,10 +127,9 @@ def _speed(study: Study) -> float:
 def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = None) -> None:
     """Write all files of the report, and print the findings. `lead`: the beginning of the page."""
     out, rows, curves = study.out, study.rows, study.curves
-    found, best = verdicts(curves), [_summary(curve) for curve in curves]
-    checks = calibrations(rows)
+    found, best, checks = verdicts(curves), [curve.summary() for curve in curves], calibrations(rows)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
-    ranked = sorted(found, key=lambda verdict: (bool(verdict.refused), -verdict.budget, -verdict.gain))
+    ranked = sorted(found, key=lambda v: (bool(v.refused), v.against != DENSE, -v.budget, -v.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
     more, seeds = study.config.more_sizes, study.config.seeds_at_minimum or study.config.seeds
     smallest = {name: parameters(shapes[0]) for name, shapes in study.grid.ladders.items()}
@@ -171,14 +170,6 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
 def _finite(value: Any) -> Any:
     """A value that JSON can hold: None for nan and infinity."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _summary(curve: Curve) -> Row:
-    names = ("budget", "variant", "lowest", "loss", "loss_interval", "params", "params_interval", "bracketed")
-    found = {name: getattr(curve, name) for name in (*names, "open_because", "no_interval")}
-    size = torch.tensor([curve.params], dtype=torch.float64)
-    found["forward_flops_per_token"] = float(curve.forward_flops(size.log()))
-    return found if curve.bracketed else found | dict.fromkeys(("loss", "params", "forward_flops_per_token"))
 
 
 def _fitted(

@@ -49,7 +49,7 @@ def compared(rows: Sequence[Row]) -> list[str]:
 
 def in_words(verdict: Verdict) -> str:
     """A verdict as a sentence."""
-    start = f"{verdict.variant} against dense at {short_flops(verdict.budget)} FLOPs"
+    start = f"{verdict.variant} against {verdict.against} at {short_flops(verdict.budget)} FLOPs"
     if verdict.refused:
         return f"{start}: no verdict, {verdict.refused}."
     lower, sure = "lower" if verdict.gain >= 0 else "higher", verdict.gain_interval
@@ -57,18 +57,19 @@ def in_words(verdict: Verdict) -> str:
     if verdict.gain_may_be_zero:
         return f"{gain}: the difference is not significant."
     parts, about = [gain], "" if sure else "as an estimate alone, "
+    same = f"the same loss as {verdict.against}'s best"
     if not sure:
         parts.append(f"no interval: {verdict.no_interval}")
     if verdict.forward_at_least:
-        least = (verdict.forward_interval or [verdict.forward_saving])[0]
-        parts.append(f"{about}the same loss as dense's best with at least {_fewer(least, None)} in a forward pass")
+        least = _fewer((verdict.forward_interval or [verdict.forward_saving])[0], None)
+        parts.append(f"{about}{same} with at least {least} in a forward pass")
     elif less := _fewer(verdict.forward_saving, verdict.forward_interval):
-        parts.append(f"{about}the same loss as dense's best with {less} in a forward pass")
+        parts.append(f"{about}{same} with {less} in a forward pass")
     else:
-        parts.append("no size of it reaches dense's best loss")
+        parts.append(f"no size of it reaches {verdict.against}'s best loss")
     if less := _fewer(verdict.training_saving, None):
         beyond = ", extrapolated beyond the budgets" if verdict.extrapolated else ""
-        parts.append(f"as an estimate alone, training takes {less} to reach dense's best loss{beyond}")
+        parts.append(f"as an estimate alone, training takes {less} to reach {verdict.against}'s best loss{beyond}")
     return f"{'; '.join(parts)}."
 
 

@@ -14,13 +14,14 @@ from depthgate.data.images import Images, Shuffled, augmented, chance, open_imag
 from depthgate.device import ALONE, World, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
+from depthgate.recipes import images_config
 from depthgate.routing import Groups, Plans, depth_plans, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
 from depthgate.train.loop import Loop
 from depthgate.train.parallel import joined, spread
 from depthgate.train.step import precision
 from depthgate.vision import ImagesConfig
-from depthgate.vit import ViT
+from depthgate.vit import SHAPE, ViT
 
 _GLANCE = 1024  # held-out images that a run looks at
 _BINS = 15  # of confidence, for the calibration error
@@ -50,6 +51,8 @@ def train(config: ImagesConfig, resume: bool) -> int:
 
 def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
     """The configuration that fits its images, those to train on, and those held out."""
+    if config.pretrained is not None:
+        config = replace(config, model=_begun(config).config)
     asked = None if config.model.image is None else config.model.size
     train, held_out = open_images(config.data, asked, config.corrupt)
     _, channels, *size = train.pixels.shape
@@ -58,6 +61,15 @@ def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
         steps = max(1, math.ceil(config.epochs * len(train.labels) / config.batch))
         config = replace(config, steps=steps, warmup=min(config.warmup, -(-steps // 10)), epochs=None)
     return config, train, held_out
+
+
+def _begun(config: ImagesConfig) -> ViT:
+    """A new model, or a pretrained one, whose shape no preset changes."""
+    if config.pretrained is None:
+        return ViT(config.model)
+    preset, given = vars(images_config(config.preset).model), vars(config.model).items()
+    asked = {name: each for name, each in given if each is not None and (name not in SHAPE or each != preset[name])}
+    return ViT.from_pretrained(config.pretrained, **asked).float().train()
 
 
 def _decays(name: str, weight: Tensor) -> bool:
@@ -72,11 +84,11 @@ class Classification:
     def __init__(self, config: ImagesConfig, images: Images, world: World = ALONE) -> None:
         self.config, self.goal, self.capacity = config, config.model.capacity, config.model.capacity
         torch.manual_seed(config.seed)
-        model = ViT(config.model)
-        N, _, *size = images.pixels.shape
-        wide = images.pixels[some_of(N, 1 + 2**24 // math.prod(size))].float() / 255
-        model.pixel_mean.copy_(wide.mean((0, 2, 3)))
-        model.pixel_std.copy_(wide.std((0, 2, 3)).clamp(min=1e-3))
+        model, (N, _, *size) = _begun(config), images.pixels.shape
+        if config.pretrained is None:
+            wide = images.pixels[some_of(N, 1 + 2**24 // math.prod(size))].float() / 255
+            model.pixel_mean.copy_(wide.mean((0, 2, 3)))
+            model.pixel_std.copy_(wide.std((0, 2, 3)).clamp(min=1e-3))
         self.model = spread(model.to(world.device), config.compile, world, "forward")
         compiled = config.compile and world.size == 1
         self._forward = torch.compile(self.model, dynamic=False) if compiled else self.model
