@@ -84,7 +84,7 @@ def sync(path: Path) -> None:
 
 
 def check_no_adapter(folder: Path) -> None:
-    """Refuse the folder of an adapter of PEFT, which is no model."""
+    """Refuse the folder of an adapter of PEFT, which is not a model."""
     there = os.path.isfile  # False, and no error, in a folder that is closed to us
     if there(folder / "adapter_config.json") and not there(folder / "config.json"):
         how = "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)"

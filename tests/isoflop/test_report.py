@@ -139,10 +139,10 @@ def test_a_study_names_its_remedy_and_routers_that_take_nobody():
         assert advice(open_below, [], known, 2) == [again.format("`--more_sizes 4`")]
     rows = [{"variant": "mod", "routed_share": share} for share in ([0.0, 0.0], [0.0, 0.1], [0.0, 0.0])]
     (said,) = advice(fine, [*rows, {"variant": "dense", "routed_share": []}], sizes)
-    assert said.startswith("In 2 cells of mod the causal rule routes nobody")
+    assert said.startswith("In 2 cells of mod the causal rule routes no token")
     rows = [{"variant": "mode", "routed_share": [], "experts_per_token": used} for used in (0.0, 0.9, None)]
     (said,) = advice(fine, rows, sizes)
-    assert said.startswith("In 1 cell of mode the causal rule routes nobody")
+    assert said.startswith("In 1 cell of mode the causal rule routes no token")
 
 
 def test_large_numbers_are_short():

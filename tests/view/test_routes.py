@@ -96,7 +96,7 @@ def test_the_beginning_of_the_held_out_text_and_of_a_file(run, tmp_path, capfd):
         (["--text", "none.txt"], "none.txt"),
         (["--prompt", "a", "--text", "b"], "leave one out"),
         (["--prompt", ""], "prompt is empty"),
-        (["--images", "."], "is no run of images"),
+        (["--images", "."], "is not a run of images"),
         (["--prompt", "a", "--out", "no/such/folder/page.html"], "name a file in a folder that exists"),
         (["--prompt", "a", "--png", "no/such/folder/page.png"], "name a file in a folder that exists"),
         (["--prompt", "a", "--tokens", "0"], "tokens is 0"),

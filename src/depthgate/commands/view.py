@@ -75,7 +75,7 @@ def _model(config: ViewConfig, folder: str) -> tuple[Callable[[], Html], Callabl
             raise InvalidValueError(f"{folder} is a run of images, which reads no text: leave text and prompt out")
         return _vision(config, folder)
     if config.images is not None:
-        raise InvalidValueError(f"images is {config.images}, but {folder} is no run of images: leave it out")
+        raise InvalidValueError(f"images is {config.images}, but {folder} is not a run of images: leave it out")
     model = open_model(folder, resolve_device(config.device))
     prompt, replaced = (config.prompt, 0) if config.text is None else _text(config.text, config.tokens)
     if prompt is None:

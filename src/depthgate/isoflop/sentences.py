@@ -99,7 +99,7 @@ def advice(
     options += [f"`--seeds_at_minimum {max(3, seeds + 1)}`"] * any(curve.no_interval for curve in curves)
     again = f"give the same command again with `--extend` {' '.join(options)}; finished cells are kept."
     found = Counter(row["variant"] for row in rows if _takes_nothing(row))
-    what = "the causal rule routes nobody: a model of the other layers alone, whose loss says nothing of routing"
+    what = "the causal rule routes no token: a model of the other layers alone, whose loss says nothing of routing"
     said = [f"In {count(many, 'cell')} of {variant} {what}." for variant, many in found.items()]
     names = ", ".join(dict.fromkeys(curve.variant for curve in ends))
     larger = [f"There are no smaller models of {names}: give larger `--budgets`."] * bool(ends)
