@@ -210,11 +210,8 @@ def _recorded(words: Sequence[str]) -> list[str]:
                 found["model"] = {name: value for name, value in model.items() if f"model.{name}" in names}
             kept = {name: found[name] for name in names & found.keys() - {"out"}}
             return ["--config", json.dumps(kept, ensure_ascii=False)]
-    if (
-        words[0] == "finetune"
-        and _value(words, "--out")
-        and not (_value(words, "--model") or _value(words, "--config"))
-    ):
+    source = _value(words, "--model") or _value(words, "--config")
+    if words[0] == "finetune" and _value(words, "--out") and not source:
         raise DepthgateError(f"out is {out}, which holds no run to resume: name its folder, or start one with --model")
     return []
 

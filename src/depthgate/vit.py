@@ -207,11 +207,10 @@ class ViT(nn.Module):
         if real is not None:
             cut = torch.where(real[:, :, :, None, None, None], cut, 0.0)
         x = self.patch(cut.reshape(B, rows * columns, C * high * wide))
-        x = x + (
-            _stretched(self.position, self.config.grid, (rows, columns))
-            if real is None
-            else self._positions_within(real)
-        )
+        if real is None:
+            x = x + _stretched(self.position, self.config.grid, (rows, columns))
+        else:
+            x = x + self._positions_within(real)
         if self.prefix is not None:
             x = torch.cat((self.prefix.to(x.dtype).expand(B, -1, -1), x), 1)
         return x, None if real is None else F.pad(real.flatten(1), (self.config.prefix, 0), value=True)

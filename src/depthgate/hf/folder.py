@@ -137,9 +137,9 @@ def fetched(name: str) -> Path:
 
     try:
         found = Path(snapshot_download(name, allow_patterns=[*_WEIGHTS[:2], *_OF_HUB]))
-        return (
-            found if _has(found, _WEIGHTS[:1]) else Path(snapshot_download(name, allow_patterns=[*_WEIGHTS, *_OF_HUB]))
-        )
+        if not _has(found, _WEIGHTS[:1]):  # a model with weights of torch alone
+            found = Path(snapshot_download(name, allow_patterns=[*_WEIGHTS, *_OF_HUB]))
+        return found
     except Exception as error:  # of the network, of the hub, of a name that it does not know
         why = f"{name} is not a folder, and cannot be fetched ({' '.join(str(error).partition('. ')[0].split())[:200]})"
         how = f"where there is a network: hf download {name} --local-dir {path.name}; then give --model {path.name}"

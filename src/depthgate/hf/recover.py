@@ -138,9 +138,8 @@ class Recovery:
         for capacity in (1.0, own):
             self.set_capacity(capacity)
             with torch.compiler.set_stance("force_eager"), low:
-                counts.append(
-                    count_flops(lambda: self.language.hidden(tokens, pos, causal=False)) / self.config.seq + head
-                )
+                flops = count_flops(lambda: self.language.hidden(tokens, pos, causal=False))
+            counts.append(flops / self.config.seq + head)
         passes = 3 if self.config.train == "full" else 2  # frozen weights have no gradients of their own
         taught = counts[0] if self.teacher is not None else 0
         return passes * counts[0] + taught, passes * counts[1] + taught, own

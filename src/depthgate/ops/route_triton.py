@@ -2,8 +2,8 @@
 
 `chosen`: a row of scores a program, no sort; its twin is `select.choose_by_sorting`. The k best of a document are those
 above a threshold, which is found bit by bit: 32 counts over a row that stays in registers, where sorts would be a dozen
-kernels that each take longer than a small block does. Twins of the others: `reference.scored`, `marked`,
-`taken`, `merged`.
+kernels that each take longer than a small block does. Twins of the others: `reference.scored`, `marked`, `taken`,
+`merged`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,9 +32,7 @@ def gate_of(score, GATE: tl.constexpr):
 
 
 @triton.jit
-def _put(
-    chosen, score, row, batch, t, T, C, index, filled, slot, gates, flat, GATE: tl.constexpr
-):  # fmt: skip
+def _put(chosen, score, row, batch, t, T, C, index, filled, slot, gates, flat, GATE: tl.constexpr):
     """Write the slots of a row: the chosen tokens ascending, then others."""
     rank = tl.cumsum(chosen.to(tl.int32), 0)
     total = tl.sum(chosen.to(tl.int32), 0)
