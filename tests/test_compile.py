@@ -35,22 +35,30 @@ def test_compiled_equals_eager(name):
         close(gradients(inside)[n], g)
 
 
-def test_generated_code_gathers_what_the_layer_before_has_scattered():
-    """Two routed layers in a row, which inductor once fused wrongly (pytorch#171493)."""
-    x = torch.randn(2, 12, D)
-    layers = torch.nn.ModuleList(dg.MixtureOfDepths(torch.nn.Linear(D, D), D, 0.5) for _ in range(2))
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("mod", "inductor"), ("moe", "inductor"), ("soft", TRACED)], ids=["mod", "moe", "soft"]
+)
+def test_two_layers_in_a_row(kind, backend):
+    """What torch once failed to compile: code of inductor gathered what the layer before had yet to scatter
+    (pytorch#171493; in token choice the gradient of scores, with dynamic shapes), and two of Soft MoE were refused."""
+    make = {
+        "mod": lambda: dg.MixtureOfDepths(torch.nn.Linear(D, D), D, 0.5),
+        "moe": lambda: dg.MixtureOfExperts(D, 4),
+        "soft": lambda: dg.SoftMoE(D, 4),
+    }[kind]
+    x, layers = torch.randn(2, 12, D), torch.nn.ModuleList(make() for _ in range(2))
 
     def both(x):
         for layer in layers:
-            x = layer(x)
+            x = layer(x) if kind == "mod" else x + layer(x)
         return x
 
     y = both(x)
-    y.pow(2).mean().backward()
+    y.pow(2).sum().backward()
     expected = gradients(layers)
     layers.zero_grad()
-    z = torch.compile(both, fullgraph=True)(x)
-    z.pow(2).mean().backward()
+    z = torch.compile(both, fullgraph=True, dynamic=kind != "mod", backend=backend)(x)
+    z.pow(2).sum().backward()
     close(z, y)
     for n, g in gradients(layers).items():
         close(g, expected[n])

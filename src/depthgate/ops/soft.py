@@ -38,6 +38,11 @@ def weighted_means(weights: Tensor, x: Tensor) -> Tensor:
         return _Means.apply(weights, x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+# The compiler does not look into these: traced, torch 2.13 refuses a second one where shapes are dynamic.
+for _function in (soft_exponentials, weighted_means):
+    torch.compiler.allow_in_graph(_function)  # type: ignore[no-untyped-call]
+
+
 def _product(x: Tensor, slots: Tensor) -> Tensor:
     """x (B, T, D), slots (D, S) -> (B, T, S), in float32 or better."""
     if x.dtype is not torch.bfloat16:

@@ -301,11 +301,18 @@ class TopExperts(nn.Module):
         """scores (B, T, E + null), choice (B, T, K) -> gates (B, T, K); what null experts get is not read."""
         if self.top_k == 1 and self.gate == "softmax":
             all_of_them = scores.nan_to_num(-_FINITE_SCORE, _FINITE_SCORE, -_FINITE_SCORE).softmax(-1)
-            return all_of_them.gather(-1, choice)
-        picked = scores.gather(-1, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
+            return _picked(all_of_them, choice)
+        picked = _picked(scores, choice).nan_to_num(0.0, _FINITE_SCORE, -_FINITE_SCORE)
         if self.gate == "sigmoid":
             return picked.sigmoid()
         return torch.where(choice < self.num_experts, picked, torch.finfo(picked.dtype).min).softmax(-1)
+
+
+def _picked(scores: Tensor, choice: Tensor) -> Tensor:
+    """scores (B, T, E), choice (B, T, K) -> (B, T, K), what `gather` says. The gradient of `gather` is a scatter, of
+    which torch 2.13 makes wrong code, and no error, where several layers are compiled with dynamic shapes."""
+    chosen = choice[..., None] == torch.arange(scores.shape[-1], device=scores.device)
+    return torch.where(chosen, scores[..., None, :], 0.0).sum(-1)
 
 
 def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
