@@ -28,7 +28,9 @@ def bytes_of(*shape):
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("more", [{}, {"pooling": "class", "registers": 2}], ids=["mean", "class"])
+@pytest.mark.parametrize(
+    "more", [{}, {"pooling": "class", "registers": 2}, {"stem": True}, {"stem": True, "patch": 1}], ids=str
+)
 def test_weights_and_flops_are_as_counted(pattern, more):
     vit, images = small(pattern, **more), bytes_of(1, 3, 8, 12)
     cost = vit_cost(vit.config)
@@ -50,9 +52,9 @@ def test_patterns_begin_in_the_second_half_unless_dense_is_in_them():
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("pooling", ["mean", "class"])
-def test_an_image_among_larger_ones_is_what_it_is_alone(pattern, pooling):
-    vit = small(pattern, pooling=pooling, registers=1).double()
+@pytest.mark.parametrize(("pooling", "stem"), [("mean", False), ("class", False), ("mean", True)])
+def test_an_image_among_larger_ones_is_what_it_is_alone(pattern, pooling, stem):
+    vit = small(pattern, pooling=pooling, registers=1, stem=stem).double()
     images = [bytes_of(3, 8, 12), bytes_of(3, 4, 6), bytes_of(3, 8, 4), bytes_of(3, 16, 4)]
     together = vit(images).logits
     for image, logits in zip(images, together, strict=True):
@@ -75,6 +77,16 @@ def test_positions_of_another_size_are_stretched_channel_by_channel(size, dtype)
     stretched = [torch.nn.functional.interpolate(c, (rows, columns), mode="bicubic", antialias=True) for c in learnt]
     wanted = vit.patch.double()(patches) + torch.stack(stretched).flatten(1).mT
     close(vit.to(dtype).embed(images)[0].double(), wanted, dtype)
+
+
+def test_a_stem_halves_the_image_until_a_pixel_is_a_patch():
+    vit, images = small("dense", stem=True).double(), bytes_of(2, 3, 8, 12)  # patches of 4 x 2 pixels, 16 wide
+    seen, (first, second) = vit.normalised(images), vit.patch
+    nearby = torch.nn.functional.unfold(seen, 3, padding=1, stride=2)
+    seen = torch.nn.functional.gelu(first.weight.flatten(1) @ nearby + first.bias[:, None]).view(2, 8, 4, 6)
+    nearby = torch.nn.functional.unfold(seen, 3, padding=1, stride=(2, 1))
+    wanted = (second.weight.flatten(1) @ nearby + second.bias[:, None]).mT
+    close(vit.embed(images)[0], wanted + vit.position)
 
 
 def test_a_mod_layer_always_takes_class_and_registers():
@@ -116,6 +128,11 @@ REFUSED = {
     "image, 32 by a patch of 5": (lambda: dg.ViT(dg.ViTConfig(patch=5)), "not divisible by the height of a patch, 5"),
     "image x": (lambda: dg.ViTConfig(image="32x"), "image is '32x'"),
     "kind": (lambda: dg.ViTConfig(pattern="soft"), "pattern is 'soft'"),
+    "a stem": (lambda: dg.ViTConfig(stem=True, patch="4x6", image=24), "stem is True and patch is '4x6'"),
+    "a narrow stem": (
+        lambda: dg.ViTConfig(stem=True, patch=16, dim=12, image=32),
+        "dim 12 is not divisible by the growth of a stem's width, 8",
+    ),
     "heads": (lambda: dg.ViTConfig(dim=10, heads=3), "dim 10 is not divisible by heads 3"),
     "start": (lambda: dg.ViTConfig(start=7), "start is 7"),
     "a preset": (lambda: dg.ViT.from_preset("vit-tiny-sft"), "did you mean vit-tiny-soft"),

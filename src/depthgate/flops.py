@@ -148,7 +148,13 @@ def _vit_layer(config: ViTConfig, kind: str) -> Cost:
 def vit_cost(config: ViTConfig) -> Cost:
     """A whole vision transformer over one image. Layers whose weights are uniform count as learnt ones do."""
     (high, wide), (rows, columns), dim = config.patch_size, config.grid, config.dim
-    cost = _linear(rows * columns, config.channels * high * wide, dim, bias=True, input_gradient=False)
+    down, across = config.size
+    cost = Cost()
+    for number, (before, after, stride) in enumerate(config.convolutions):
+        down, across = down // stride[0], across // stride[1]
+        cost += _linear(down * across, 9 * before, after, bias=True, input_gradient=number > 0)
+    if not config.stem:
+        cost += _linear(rows * columns, config.channels * high * wide, dim, bias=True, input_gradient=False)
     cost += Cost((config.context + 2) * dim) + _linear(1, dim, config.classes, bias=True)  # positions, norm, head
     for kind, layers in Counter(config.kinds).items():
         cost += _vit_layer(config, kind) * layers

@@ -29,6 +29,7 @@ class ViTConfig(Options):
     )
     patch: str | int = option(4, "pixels of a side of a patch, or HEIGHTxWIDTH", check_side)
     channels: int = count(3, "colours of a pixel", maximum=2**10)
+    stem: bool = option(False, "make patches by convolutions that halve the image, instead of cutting it")
     classes: int = count(10, "how many classes there are", maximum=2**20)
     dim: int = count(192, "model width", maximum=2**16)
     layers: int = count(6, "number of layers", maximum=2**12)
@@ -60,6 +61,12 @@ class ViTConfig(Options):
         if self.image is not None:
             self.patches_of(*self.size)
         check_divides(self.heads, self.dim, "heads", "dim")
+        if self.stem:
+            for side in self.patch_size:
+                if side & (side - 1):
+                    what = f"stem is True and patch is {self.patch!r}"
+                    raise InvalidValueError(f"{what}: its sides must be powers of two, or leave stem out")
+            check_divides(2 ** (len(self.convolutions) - 1), self.dim, "the growth of a stem's width,", "dim")
         if "moe" in self.pattern.split(","):
             check_count(self.top_k, "top_k", maximum=self.experts)
         check_count(self.start or 0, "start", minimum=0, maximum=self.layers)
@@ -72,6 +79,14 @@ class ViTConfig(Options):
     @property
     def patch_size(self) -> tuple[int, int]:
         return check_side(self.patch, "patch")
+
+    @property
+    def convolutions(self) -> list[tuple[int, int, tuple[int, int]]]:
+        """Channels before and after each convolution of the stem, and its strides, down and across; none without it."""
+        high, wide = (side.bit_length() - 1 for side in self.patch_size)
+        many = max(high, wide, 1) if self.stem else 0
+        widths = [self.channels, *(self.dim // 2 ** (many - n) for n in range(1, many + 1))]
+        return [(widths[n], widths[n + 1], (1 + (n < high), 1 + (n < wide))) for n in range(many)]
 
     def patches_of(self, *size: int) -> tuple[int, int]:
         """Rows and columns of the patches of an image of this height and width."""

@@ -71,6 +71,25 @@ def build_layer(config: ViTConfig, kind: str) -> nn.Module:
     return MoD(block, TopTokens(dim, config.capacity, gate=config.gate, normed=True)) if kind == "mod" else block
 
 
+class Stem(nn.ModuleList):
+    """Convolutions that halve an image, each twice as wide as the one before, until a pixel stands for a patch (after
+    Xiao et al. 2021, arXiv 2106.14881, without norms)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(nn.Conv2d(before, after, 3, stride, 1) for before, after, stride in config.convolutions)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x (B, channels, H, W), 0 at padding; mask (B, H, W) -> (B, rows * columns, D)."""
+        for number, convolution in enumerate(self):
+            if number:
+                x = F.gelu(x)
+            if number and mask is not None:  # padding is 0 to every convolution, as what lies beyond an image is
+                mask = mask[:, :: mask.shape[1] // x.shape[2], :: mask.shape[2] // x.shape[3]]
+                x = torch.where(mask[:, None], x, 0.0)
+            x = convolution(x)
+        return x.flatten(2).mT
+
+
 class ViT(nn.Module):
     """Patches, `layers` of the configured kinds, and a head on a class token or on the mean of all patches."""
 
@@ -85,7 +104,8 @@ class ViT(nn.Module):
         self.names = [str(number) for number in range(config.classes)]  # of the classes
         seed = int(torch.randint(2**62, (), device="cpu"))  # before the layers draw anything
         (high, wide), (rows, columns) = config.patch_size, config.grid
-        self.patch = nn.Linear(config.channels * high * wide, config.dim)
+        pixels = config.channels * high * wide
+        self.patch = Stem(config) if config.stem else nn.Linear(pixels, config.dim)
         self.position = nn.Parameter(torch.empty(rows * columns, config.dim))
         self.prefix = nn.Parameter(torch.empty(config.prefix, config.dim)) if config.prefix else None
         self.layers = nn.ModuleList(build_layer(config, kind) for kind in config.kinds)
@@ -118,9 +138,7 @@ class ViT(nn.Module):
         if "mod" in asked.kinds:
             check_neutral(asked.gate)
         if asked.top_k == 1 and "moe" in asked.kinds:
-            raise InvalidValueError(
-                "top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2 or more"
-            )
+            raise InvalidValueError("top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2")
         weights["position"] = _stretched(weights["position"], config.grid, asked.grid)
         labels = getattr(getattr(model, "config", None), "id2label", {})
         if asked.classes != config.classes:
@@ -154,8 +172,9 @@ class ViT(nn.Module):
                 nn.init.zeros_(weight)
             elif weight.ndim >= 2:
                 inputs = weight.shape[1] if weight.ndim == 3 or name.endswith("weight") else 1 / 0.0012
+                inputs = 3 * inputs if weight.ndim < 4 else weight[0].numel()
                 writes = name.endswith(("out.weight", "down.weight", "down"))
-                std = (3 * inputs) ** -0.5 / ((2 * len(self.layers)) ** 0.5 if writes else 1.0)
+                std = inputs**-0.5 / ((2 * len(self.layers)) ** 0.5 if writes else 1.0)
                 nn.init.normal_(weight, std=std, generator=generator_of(seed, name, weight.device))
         nn.init.zeros_(self.head.weight)
 
@@ -202,11 +221,14 @@ class ViT(nn.Module):
         pixels = self.normalised(images)
         (high, wide), (B, C, *size) = self.config.patch_size, pixels.shape
         rows, columns = self.config.patches_of(*size)
-        cut = pixels.view(B, C, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
-        real = None if mask is None else self._real(mask, images)
-        if real is not None:
-            cut = torch.where(real[:, :, :, None, None, None], cut, 0.0)
-        x = self.patch(cut.reshape(B, rows * columns, C * high * wide))
+        real = None
+        if mask is not None:
+            real, pixels = self._real(mask, images), torch.where(mask[:, None], pixels, 0.0)
+        if isinstance(self.patch, Stem):
+            x = self.patch(pixels, mask)
+        else:
+            cut = pixels.view(B, C, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
+            x = self.patch(cut.reshape(B, rows * columns, C * high * wide))
         if real is None:
             x = x + _stretched(self.position, self.config.grid, (rows, columns))
         else:
@@ -225,7 +247,7 @@ class ViT(nn.Module):
             images = (images / 255 - self.pixel_mean[:, None, None]) / self.pixel_std[:, None, None]
         elif not images.is_floating_point():
             raise InvalidValueError(f"images has dtype {images.dtype}: it must be uint8, or a floating dtype")
-        return images.to(self.patch.weight.dtype)
+        return images.to(self.position.dtype)
 
     def _padded(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Images of different sizes (channels, height, width) as one tensor, and the mask of their pixels."""
@@ -281,7 +303,8 @@ def _stretched(position: Tensor, grid: tuple[int, int], wanted: tuple[int, int])
 
 
 _GELU = ("gelu", "GELU()", "GELU(approximate='none')")
-SHAPE = ("patch", "channels", "dim", "layers", "heads", "hidden", "expert_hidden", "pooling", "registers", "norm_eps")
+_SIZES = ("dim", "layers", "heads", "hidden", "expert_hidden")
+SHAPE = ("patch", "channels", "stem", *_SIZES, "pooling", "registers", "norm_eps")
 # Names of weights in timm (first) and in transformers, older and newer, and ours.
 _RENAMED = (
     (r"patch_embed\.proj\.|embeddings\.patch_embeddings\.projection\.", "patch."),
@@ -360,11 +383,8 @@ def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
     act = about.hidden_act if about else repr(block.mlp.act)
     sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
     shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
-    ends = {
-        "pooling": pooling,
-        "registers": max(0, len(prefix) - (pooling == "class")),
-        "classes": len(found["head.weight"]),
-    }
+    registers = max(0, len(prefix) - (pooling == "class"))
+    ends = {"pooling": pooling, "registers": registers, "classes": len(found["head.weight"])}
     config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
     with torch.device("meta"):
         known = ViT(config).state_dict()
