@@ -62,7 +62,7 @@ class Study:
             self.options["data_hash"] = Shuffled(train, 1).fingerprint()
         for name in _TEXTS if not config.images else ():
             text = getattr(config, name)
-            self.options[f"{name}_hash"] = text and sources.fingerprint(text)
+            self.options[f"{name}_hash"] = None if text is None else sources.fingerprint(text)
         recorded = self._recorded()
         mine, before = asked or command("isoflop", config), recorded.get("commands", [])
         self.commands: list[str] = [*(each for each in before if each != mine), mine]
