@@ -72,8 +72,7 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
 
 
 def _single_documents(pos: Tensor | None, doc: Tensor | None) -> bool:
-    """True if every row is known to be the tokens of one document, counted from 0. Only a CPU is asked: another device
-    would wait."""
+    """True if every row is known to be one document, counted from 0. Only a CPU is asked: another device would wait."""
     if pos is None or doc is None or pos.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return bool((doc == doc[:, :1]).all() and (pos == plain_positions(pos)).all())

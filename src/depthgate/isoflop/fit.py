@@ -9,10 +9,7 @@ Intervals are of 95%: all curves of a budget are fitted again to themselves plus
 residuals say it may be (for a parameter of the fit that gives Student's interval). There are none where less than two
 residuals are free, or more than one in forty of the curves drawn has no minimum.
 
-Dense against dense, with other seeds at the same sizes, is the calibration: what seeds alone make of a difference.
-
-Every figure is computed for the fitted curve and for all drawn ones at once: the first of its values is the estimate,
-the others give the interval.
+Figures are computed for the fitted curve, which gives the estimate, and for all drawn ones, which give the interval.
 """
 
 import math

@@ -310,8 +310,8 @@ class TopExperts(nn.Module):
 
 def _picked(scores: Tensor, choice: Tensor) -> Tensor:
     """scores (B, T, E), choice (B, T, K) -> (B, T, K), what `gather` says. The gradient of `gather` is a scatter, of
-    which torch 2.13 makes wrong code, and no error, where several layers are compiled with dynamic shapes; compiled, the
-    K * E comparisons of each token are never in memory."""
+    which torch 2.13 makes wrong code, and no error, where several layers are compiled with dynamic shapes. In compiled
+    code the K * E comparisons of each token are never in memory."""
     if not torch.compiler.is_compiling():
         return scores.gather(-1, choice)
     chosen = choice[..., None] == torch.arange(scores.shape[-1], device=scores.device)
