@@ -341,6 +341,19 @@ def test_a_damaged_last_checkpoint_is_trained_again(home, own):
     assert json.loads(result.read_text())["loss_causal"] == pytest.approx(before["loss_causal"], rel=1e-4)
 
 
+@pytest.mark.parametrize("content", [None, "", '{"step": 4, "lo'])
+def test_a_cell_whose_metrics_are_damaged_is_named_with_the_remedy(home, own, capfd, content):
+    result = sorted(own.glob("cells/1.73e08-dense-*/result.json"))[0]
+    folder, metrics = result.parent, result.parent / "metrics.jsonl"
+    result.unlink()
+    metrics.unlink() if content is None else metrics.write_text(content)
+    assert study(home, own) == 2
+    assert f"{metrics} is damaged: delete its folder" in capfd.readouterr().err
+    shutil.rmtree(folder)
+    assert study(home, own) == 0
+    assert result.is_file()
+
+
 def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, own):
     for folder in own.glob("cells/*/step-*"):
         shutil.rmtree(folder)

@@ -1,5 +1,4 @@
-"""Run cells, each from a fresh or interrupted training run to its row of results: in processes, as tasks of Ray, or as
-jobs of Slurm."""
+"""Run cells, each from a training run to its row of results: in processes, as tasks of Ray, or as jobs of Slurm."""
 
 import json
 import logging
@@ -104,9 +103,8 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     if config.images:
         return _classified(cell, model, last_step)
     shards = prepare(training.data, model.tokenizer, training.validation)
-    metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     held_out = []
-    for row in metrics:
+    for row in (metrics := _metrics(cell)):
         kept, planned = folder / f"step-{row['step']}", row["step"] % training.checkpoint_every == 0
         if kept == last_step or (config.points > 1 and planned and kept.is_dir()):
             at = (model if kept == last_step else load(kept)).to(resolve_device(training.device))
@@ -138,7 +136,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
 def _classified(cell: Cell, model: ViT, last_step: Path) -> Row:
     """The row of a vision transformer. What counts, and is fitted, is its error on held-out images, in percent."""
     training = cell.training
-    last = json.loads((cell.folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
+    last = _metrics(cell)[-1]
     device, data = resolve_device(training.device), images_of(model, last_step)
     found = images.measure(model.to(device), data, training.batch, device)
     error = 100 * (1 - found["accuracy"])
@@ -146,6 +144,18 @@ def _classified(cell: Cell, model: ViT, last_step: Path) -> Row:
     row = {name: found[name] for name in names} | {"loss_causal": error, "held_out": [[last["flops"], error]]}
     row |= {"images": training.steps * training.batch, "measured_images": found["images"]}
     return row | {"forward_flops_per_token": forward_flops(model.config)} | _common(training, last)
+
+
+def _metrics(cell: Cell) -> list[Row]:
+    """The rows of metrics of a run that was made to its end."""
+    path = cell.folder / METRICS
+    try:
+        rows: list[Row] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if rows[-1]["step"] == cell.training.steps:
+            return rows
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise DepthgateError(f"{path} is damaged: delete its folder to train the cell again")
 
 
 def _common(training: Any, last: Row) -> Row:

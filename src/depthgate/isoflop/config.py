@@ -117,8 +117,7 @@ def parse_variant(text: str, images: bool = False) -> Variant:
     variant = (ImageVariant if images else Variant)(text, model, training)
     shape = variant.shape(model.get("dim", 64), {} if images else 257, 64)
     replace(runs(), model=shape, **training)  # refuses bad values
-    there, tokens = {*shape.kinds}, model.get("choice") == "tokens"
-    there |= {"moe"} if tokens else set()  # tokens choose as in a moe layer
+    there = {*shape.kinds, *("moe",) * (tokens := model.get("choice") == "tokens")}  # tokens choose as in a moe layer
     for key in keys:
         where = " where experts choose" * (key == "pool")
         if there.isdisjoint(read_by := _READ_BY.get(key, there)) or (where and tokens):
