@@ -192,7 +192,7 @@ def test_chunked_cross_entropy_equals_its_twin(chunk):
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_generates_causally_after_training_a_little(rule):
     """Some steps with the top-k loss and the rule's own; then a causal pass routes about as many tokens and has about
-    the same loss, and the model says by heart what it was trained on."""
+    the same loss, and the model says what that pass says, which is nearly all that it was trained on."""
     model = build({"pattern": "dense,mod", "rule": rule}).train()
     ids = tokens(8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -211,8 +211,10 @@ def test_every_rule_generates_causally_after_training_a_little(rule):
     shares = [plan.chosen.float().mean().item() for plan in plans]
     assert len(shares) == 2
     assert all(0.05 < share < 0.5 for share in shares)  # of a capacity of 0.25
-    said = dg.generate(model, ids[:, :8], max_new_tokens=8, temperature=0)
-    assert torch.equal(torch.tensor([result.tokens for result in said]), ids[:, 8:16])
+    said = torch.tensor([result.tokens for result in dg.generate(model, ids[:, :8], max_new_tokens=8, temperature=0)])
+    read = model(torch.cat((ids[:, :8], said), 1), causal=True).logits
+    assert torch.equal(said, read[:, 7:-1].argmax(-1))
+    assert (said == ids[:, 8:16]).float().mean() > 0.8  # one token that is missed leads the rest of its row astray
 
 
 @pytest.mark.parametrize(
@@ -253,3 +255,13 @@ def test_a_model_of_a_preset():
     for name in ("tiny-mdo", 3, None):
         with pytest.raises(dg.DepthgateError, match=f"preset is {name!r}: did you mean"):
             dg.Decoder.from_preset(name)
+
+
+def test_a_document_of_one_row_is_what_it_is_at_any_positions():
+    """Chance takes tokens by their positions: told of the document or not, these are those that were given."""
+    model, ids = build({"pattern": "random"}), tokens()
+    pos = torch.arange(5, 29).expand(2, 24)
+    for causal in (False, True):
+        alone = model(ids, pos, causal=causal).logits
+        close(model(ids, pos, torch.zeros_like(pos), causal=causal).logits, alone)
+    assert not torch.allclose(alone, model(ids, causal=True).logits)

@@ -15,6 +15,7 @@ from depthgate.flops import expert_hidden, swiglu_hidden
 from depthgate.layers import Attention, Block, MoD, MoE, SwiGLU
 from depthgate.layers.attention import KeyValues
 from depthgate.ops.loss import linear_cross_entropy
+from depthgate.ops.rows import plain_positions
 from depthgate.routing import Plans, RandomScorer, TopTokens
 
 
@@ -71,10 +72,10 @@ def build_layer(config: ModelConfig, kind: str, scores_have_no_loss: bool = Fals
 
 
 def _single_documents(pos: Tensor | None, doc: Tensor | None) -> bool:
-    """True if every row is known to be tokens of one document alone. Only a CPU is asked: another device would wait."""
+    """True if every row is known to be one document, counted from 0. Only a CPU is asked: another device would wait."""
     if pos is None or doc is None or pos.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return bool((doc == doc[:, :1]).all() and (pos >= 0).all() and (pos.diff() > 0).all())
+    return bool((doc == doc[:, :1]).all() and (pos == plain_positions(pos)).all())
 
 
 def residual(layers: Sequence[nn.Module], caches: Sequence[Any], x: Tensor, **call: Any) -> tuple[Tensor, Plans]:
@@ -146,7 +147,7 @@ class Decoder(nn.Module):
         plain = caches is None and ((pos is None and doc is None) or _single_documents(pos, doc))
         doc = None if plain else doc
         if pos is None:
-            pos = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+            pos = plain_positions(tokens)
         each = [None] * len(self.layers) if caches is None else caches
         call = {"pos": pos, "doc": doc, "causal": causal, "plain": plain, "max_documents": max_documents}
         x, plans = self.through_layers(x, each, **call)

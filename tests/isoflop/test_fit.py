@@ -12,6 +12,12 @@ from depthgate.isoflop import fit, grid
 from depthgate.isoflop.config import baseline
 
 
+def curve(cells):
+    """A curve that is fitted by itself."""
+    (found,) = fit.curves(cells)
+    return found
+
+
 def rows(variant, budget, losses, seeds=1, cost=1.0):
     """params -> loss; a forward pass costs 2 FLOPs a parameter, times `cost`."""
     return [
@@ -63,15 +69,15 @@ def test_a_curve_without_a_minimum_has_none():
     ],
 )
 def test_a_minimum_is_bracketed_on_both_sides_or_it_is_said_why_not(losses, because):
-    found = fit.Curve(rows("dense", 1e15, losses))
+    found = curve(rows("dense", 1e15, losses))
     assert found.open_because == because
     assert found.bracketed == (because == "")
 
 
 def test_a_verdict_by_hand():
     # Dense: best loss 2 at 4M. The variant: best loss 1.98, 1% lower, at 8M of half the FLOPs a parameter.
-    dense = fit.Curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
-    mod = fit.Curve(rows("mod", 1e15, bowl(8e6, 1.98, 0.02, (2e6, 4e6, 8e6, 16e6, 32e6)), cost=0.5))
+    dense = curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
+    mod = curve(rows("mod", 1e15, bowl(8e6, 1.98, 0.02, (2e6, 4e6, 8e6, 16e6, 32e6)), cost=0.5))
     (found,) = fit.verdicts([dense, mod])
     assert found.refused == ""
     assert found.gain == pytest.approx(0.01)
@@ -83,13 +89,13 @@ def test_a_verdict_by_hand():
 def test_soft_moe_is_compared_with_its_controls_too():
     """Which are what says whether a learnt router does anything."""
     names = {"dense": 2.0, "soft_moe": 1.9, "uniform_dispatch": 1.95, "uniform_combine": 2.0}
-    curves = [fit.Curve(rows(name, 1e15, bowl(4e6, lowest, 0.02))) for name, lowest in names.items()]
+    curves = [curve(rows(name, 1e15, bowl(4e6, lowest, 0.02))) for name, lowest in names.items()]
     found = {(each.variant, each.against): each.gain for each in fit.verdicts(curves)}
     wanted = {(name, "dense"): 1 - names[name] / 2.0 for name in names if name != "dense"}
     wanted |= {("soft_moe", name): 1 - 1.9 / names[name] for name in ("uniform_dispatch", "uniform_combine")}
     assert found == pytest.approx(wanted)
     for options in ("", ":experts=8"):
-        two = [fit.Curve(rows(f"{kind}{options}", 1e15, bowl(4e6, 2.0, 0.02))) for kind in ("soft_moe", "uniform")]
+        two = [curve(rows(f"{kind}{options}", 1e15, bowl(4e6, 2.0, 0.02))) for kind in ("soft_moe", "uniform")]
         assert [each.against for each in fit.verdicts(two)] == [f"uniform{options}"]
 
 
@@ -97,8 +103,8 @@ def test_training_flops_saved_by_hand():
     # The variant is at every budget where dense is at twice the budget: loss falls by 0.1 with each doubling.
     curves = []
     for step, budget in enumerate((1e15, 2e15, 4e15)):
-        curves.append(fit.Curve(rows("dense", budget, bowl(4e6, 2.0 - 0.1 * step, 0.02))))
-        curves.append(fit.Curve(rows("mod", budget, bowl(4e6, 1.9 - 0.1 * step, 0.02))))
+        curves.append(curve(rows("dense", budget, bowl(4e6, 2.0 - 0.1 * step, 0.02))))
+        curves.append(curve(rows("mod", budget, bowl(4e6, 1.9 - 0.1 * step, 0.02))))
     first, second, third = fit.verdicts(curves)
     assert first.training_saving == pytest.approx(0.5)
     assert first.extrapolated
@@ -108,12 +114,12 @@ def test_training_flops_saved_by_hand():
 
 
 def test_a_worse_variant_saves_nothing_and_an_open_one_gets_no_verdict():
-    dense = fit.Curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
-    worse = fit.Curve(rows("mod", 1e15, bowl(4e6, 2.1, 0.02)))
+    dense = curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02)))
+    worse = curve(rows("mod", 1e15, bowl(4e6, 2.1, 0.02)))
     (found,) = fit.verdicts([dense, worse])
     assert found.gain == pytest.approx(-0.05)
     assert math.isnan(found.forward_saving)
-    opened = fit.Curve(rows("mod", 1e15, bowl(64e6, 1.5, 0.02)))
+    opened = curve(rows("mod", 1e15, bowl(64e6, 1.5, 0.02)))
     (found,) = fit.verdicts([dense, opened])
     assert found.refused == "mod is not bracketed: the largest size has the lowest loss"
     assert math.isnan(found.gain)
@@ -126,7 +132,7 @@ def test_intervals_hold_the_truth_and_shrink_with_seeds():
         made = rows("dense", 1e15, bowl(4e6, 2.0, 0.02), seeds)
         for row in made:
             row["loss_causal"] += draw.gauss(0, 0.003)
-        return fit.Curve(made)
+        return curve(made)
 
     total = {}
     for seeds in (2, 4):
@@ -136,7 +142,7 @@ def test_intervals_hold_the_truth_and_shrink_with_seeds():
     assert total[4] < total[2]
     few = [each for seed in range(60) if (each := noisy(seed, 1).loss_interval)]
     assert sum(low <= 2.0 <= high for low, high in few) >= 0.88 * len(few)
-    assert fit.Curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02, (2e6, 4e6, 8e6)))).loss_interval is None
+    assert curve(rows("dense", 1e15, bowl(4e6, 2.0, 0.02, (2e6, 4e6, 8e6)))).loss_interval is None
 
 
 def test_curves_with_the_same_residuals_are_not_drawn_alike():
@@ -217,20 +223,20 @@ def test_a_saving_beyond_the_smallest_model_is_a_bound():
 
 def test_no_saving_is_claimed_where_losses_do_not_fall_or_lie_too_far():
     def pair(budget, dense, mod):
-        return [fit.Curve(rows(n, budget, bowl(4e6, low, 0.02))) for n, low in (("dense", dense), ("mod", mod))]
+        return [curve(rows(n, budget, bowl(4e6, low, 0.02))) for n, low in (("dense", dense), ("mod", mod))]
 
     rising = fit.verdicts([*pair(1e15, 2.0, 2.1), *pair(2e15, 1.9, 2.2)])
     assert all(math.isnan(found.training_saving) for found in rising)
     nearly_flat = fit.verdicts([*pair(1e15, 2.0, 2.1001), *pair(2e15, 1.9, 2.1)])
     assert all(math.isnan(found.training_saving) for found in nearly_flat)
-    opened = fit.Curve(rows("mod", 2e15, bowl(64e6, 1.5, 0.02)))
+    opened = curve(rows("mod", 2e15, bowl(64e6, 1.5, 0.02)))
     first, second = fit.verdicts([*pair(1e15, 2.0, 1.9), pair(2e15, 1.9, 1.8)[0], opened])
     assert math.isnan(first.training_saving)  # an open curve's minimum is no minimum
     assert second.refused
 
 
 def test_dense_with_options_is_what_others_are_compared_with():
-    curves = [fit.Curve(rows(n, 1e15, bowl(4e6, 2.0, 0.02))) for n in ("dense:qk_norm=true", "mod:qk_norm=true")]
+    curves = [curve(rows(n, 1e15, bowl(4e6, 2.0, 0.02))) for n in ("dense:qk_norm=true", "mod:qk_norm=true")]
     (found,) = fit.verdicts(curves)
     assert found.variant == "mod:qk_norm=true"
     assert baseline(["dense:a=1", "dense:b=2", "mod"]) is None

@@ -118,6 +118,7 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
         ({"variants": "mode:capacity=0.5"}, "no layer of it reads capacity"),
         ({"variants": "mode:balance_loss=0.1"}, "no layer of it reads balance_loss"),
         ({"variants": "moe:choice=experts"}, "no layer of it reads choice, which is for mode;"),
+        ({"variants": "mode:choice=tokens:pool=sequence"}, "reads pool, which is for mode where experts choose;"),
         ({"variants": "tiny-mod:experts=4"}, "no layer of it reads experts"),
         ({"task": "images", "variants": "moe:slots=2"}, "no layer of it reads slots"),
         ({"variants": "mod:pattern=3"}, "pattern is 3"),

@@ -7,7 +7,8 @@ from html import unescape
 
 import pytest
 
-from depthgate.isoflop.fit import AGAIN, Curve, Verdict
+from depthgate.isoflop.fit import AGAIN, Verdict
+from depthgate.isoflop.fit import curves as fitted
 from depthgate.isoflop.report import _fitted
 from depthgate.isoflop.sentences import advice, compared, in_words, no_verdict, resolution, short_flops
 
@@ -60,7 +61,7 @@ def test_the_resolution_in_words():
 
 def test_no_verdict_says_why():
     def made(variant):
-        return Curve([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])
+        return fitted([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])[0]
 
     assert no_verdict([made("dense")]) == "No verdict: there is only dense."
     assert no_verdict([made("mod")]) == "No verdict: there is no dense to compare with."
@@ -98,7 +99,7 @@ def test_single_sizes_are_compared_without_taking_a_side():
 def test_names_stand_once_in_a_legend():
     def made(budget):
         shape = {"budget": budget, "variant": "mod", "seed": 0} | COST
-        return Curve([{**shape, "params": 10**n, "loss_causal": 2.0 + abs(n - 4)} for n in range(3, 6)])
+        return fitted([{**shape, "params": 10**n, "loss_causal": 2.0 + abs(n - 4)} for n in range(3, 6)])[0]
 
     sections = _fitted([made(1e12), made(2e12)], [])
     drawn = re.findall(r'data-chart="([^"]*)"', sections["Loss against parameters and FLOPs"])
@@ -123,7 +124,7 @@ def test_a_study_names_its_remedy_and_routers_that_take_nobody():
             for n, loss in enumerate(losses)
             for seed in range(seeds)
         ]
-        return [Curve(rows)]
+        return fitted(rows)
 
     again = "To mend what is missing, give the same command again with `--extend` {}; finished cells are kept."
     sizes = {"mod": 10**3}  # parameters of the smallest model there is

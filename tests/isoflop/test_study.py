@@ -34,6 +34,16 @@ from tests.train.tiny import write_data
 from tests.view.chromium import Browser
 
 HALF = '{"study": "KEY", "cell": "a", "loss_causal": null}\n'
+NUMBERS = ("budget", "params", "seed", "steps", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
+WHOLE = {
+    **dict.fromkeys(("study", "cell", "variant", "device"), "KEY"),
+    **dict.fromkeys(NUMBERS, 1.0),
+    "routed_share": [],
+}
+LACKING = [
+    ("results.jsonl", json.dumps({name: value for name, value in WHOLE.items() if name != lacks} | wrong) + "\n")
+    for lacks, wrong in [("steps", {}), ("device", {}), ("routed_share", {}), ("", {"experts_per_token": "few"})]
+]
 # Budgets that all sizes come near to within few steps of 32 tokens.
 BUDGETS = (1.38e8, 1.73e8)
 GRID = [
@@ -142,14 +152,21 @@ def test_the_rows_are_those_of_the_grid(home, finished):
         assert row["forward_flops_per_token"] == pytest.approx(forward_flops(taken))
 
 
-def test_null_choices_in_staged_layers_are_in_no_forward_flops(home, tmp_path):
-    out, variant = tmp_path / "staged", "mode_staged:null_experts=48:top_k=2:balance_loss=0"
+@pytest.mark.parametrize("options", ["null_experts=48:top_k=2:balance_loss=0", "pattern=mode+mode_staged"])
+def test_forward_flops_are_those_of_experts_that_computed(home, tmp_path, options):
+    """Null choices of staged layers are not counted, nor is what experts that choose would take on average."""
+    out, variant = tmp_path / "staged", f"mode_staged:{options}"
     assert study(home, out, "--variants", variant, "--budgets", "1.38e8", "--sizes", "1") == 0
     ((cell,), (row,)) = cells_of(home, out, variants=variant, budgets="1.38e8", sizes=1), rows(out)
-    held_out = prepare(cell.training.data, (run := load(cell.folder)).tokenizer).validation
-    share = fmean(measure(run, held_out, cell.training.batch, 500)["expert_share"])
-    assert abs(share - 16 / 64) > 0.02  # what is assumed where nobody looks at the choices
-    taken = replace(cell.training.model, capacity=fmean(row["routed_share"]))
+    model, held_out = cell.training.model, prepare(cell.training.data, (run := load(cell.folder)).tokenizer).validation
+    found = measure(run, held_out, cell.training.batch, 500)
+    first, *middle, last = found["experts_per_token"]  # of layers 1 and 3, which are staged, and perhaps of 2
+    entered = found["routed_share"]
+    computed = (first * entered[0] + sum(middle) + last * entered[1]) / (sum(entered) + len(middle))
+    assert row["experts_per_token"] == pytest.approx(computed)
+    assert abs(computed - model.top_k * 16 / (16 + model.null_experts)) > 0.02  # what is assumed if nobody looks
+    taken = replace(model, capacity=fmean(entered))
+    share = computed / model.top_k
     assert row["forward_flops_per_token"] == pytest.approx(forward_flops(taken, expert_share=share))
 
 
@@ -324,6 +341,19 @@ def test_a_damaged_last_checkpoint_is_trained_again(home, own):
     assert json.loads(result.read_text())["loss_causal"] == pytest.approx(before["loss_causal"], rel=1e-4)
 
 
+@pytest.mark.parametrize("content", [None, "", '{"step": 4, "lo'])
+def test_a_cell_whose_metrics_are_damaged_is_named_with_the_remedy(home, own, capfd, content):
+    result = sorted(own.glob("cells/1.73e08-dense-*/result.json"))[0]
+    folder, metrics = result.parent, result.parent / "metrics.jsonl"
+    result.unlink()
+    metrics.unlink() if content is None else metrics.write_text(content)
+    assert study(home, own) == 2
+    assert f"{metrics} is damaged: delete its folder" in capfd.readouterr().err
+    shutil.rmtree(folder)
+    assert study(home, own) == 0
+    assert result.is_file()
+
+
 def test_a_report_needs_no_checkpoints_and_keeps_rows_it_is_not_asked_for(home, own):
     for folder in own.glob("cells/*/step-*"):
         shutil.rmtree(folder)
@@ -402,7 +432,8 @@ def test_sizes_around_another_center_are_added(home, own):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n"), ("results.jsonl", HALF)]
+    ("name", "content"),
+    [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n"), ("results.jsonl", HALF), *LACKING],
 )
 def test_damaged_files_of_a_study_are_named(home, own, capfd, name, content):
     (own / name).write_text(content.replace("KEY", rows(own)[0]["study"]))

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import depthgate as dg
 from depthgate.ops import reference
-from depthgate.routing import GATES, RULES, RandomScorer, SoftSlots, TopExperts, TopTokens, has_nan
+from depthgate.routing import GATES, RULES, RandomScorer, SoftSlots, TopExperts, TopTokens, has_nan, load_balance
 from tests.conftest import close
 
 SIZES = st.tuples(st.integers(1, 3), st.integers(1, 20))
@@ -304,3 +305,26 @@ def test_a_random_router_takes_its_share_by_chance_and_again_the_same_once_train
     assert torch.equal(router(x[:, :10], late, causal=True).chosen, plan.chosen[:, 3000:3010])
     runs = plan.chosen[0, :, 0].float()
     assert abs((runs[1:] * runs[:-1]).mean().item() - 0.0625) < 0.02  # neighbours know nothing of each other
+
+
+class _Largest(TorchDispatchMode):
+    """The most bytes of a tensor that any operation makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for each in result if isinstance(result, tuple | list) else [result]:
+            self.bytes = max(self.bytes, each.nbytes if isinstance(each, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid"])
+def test_token_choice_makes_nothing_much_larger_than_its_scores(gate):
+    """Forward, losses and backward: among many experts a choice is a number, and not a row of them."""
+    router, x = TopExperts(8, 64, 8, null_experts=2, gate=gate), torch.randn(4, 32, 8)
+    with _Largest() as made:
+        plan = router(x)
+        (plan.gates.sum() + load_balance(plan)).backward()
+    keys = plan.scores.numel() * 8  # one of int64 for each score
+    assert made.bytes <= keys

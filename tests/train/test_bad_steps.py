@@ -2,6 +2,7 @@
 docs/reliability.md)."""
 
 import math
+import re
 from itertools import pairwise
 
 import pytest
@@ -96,7 +97,7 @@ def test_many_bad_steps_end_the_run_and_its_last_checkpoint_goes_on(tmp_path, da
         assert train(tmp_path / "a", data, 40, "--most_bad_steps=3", "--checkpoint_every=5") == 2
     errors = capsys.readouterr().err
     assert "step 9" in errors
-    assert "bad step in a row" in errors
+    assert re.search(r"bad step \d+ in a row", errors)
     assert "all weights are finite" in errors
     assert checkpoint.load(tmp_path / "a").step == 5
     assert train(tmp_path / "a", data, 12, "--resume") == 0

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import depthgate as dg
-from depthgate.isoflop.fit import Curve
+from depthgate.isoflop.fit import curves
 from depthgate.isoflop.report import _fitted
 from depthgate.view import page as pages
 from tests.view.pages import view, view_model
@@ -21,7 +21,8 @@ FOUND = "axe.run(document).then((told) => told.violations.map(({ impact, id, nod
 
 def cells(variant, losses):
     shape = {"budget": 1e12, "variant": variant, "seed": 0, "forward_flops_per_token": 1.0}
-    return Curve([{**shape, "params": 10**n, "loss_causal": loss} for n, loss in enumerate(losses, 3)])
+    (curve,) = curves([{**shape, "params": 10**n, "loss_causal": loss} for n, loss in enumerate(losses, 3)])
+    return curve
 
 
 @pytest.mark.skipif(AXE is None, reason="the environment has no AXE, the path of axe.min.js")

@@ -28,7 +28,6 @@ _ITEMS = 200  # of each task
 _BY_LAYER = {
     "routed_share": "routed share",
     "agreement": "agreement (tokens routed by the causal rule and by the top k, of those by either)",
-    "expert_share": "expert share",
     "experts_per_token": "experts per token",
 }
 

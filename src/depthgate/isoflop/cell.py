@@ -1,5 +1,4 @@
-"""Run cells, each from a fresh or interrupted training run to its row of results: in processes, as tasks of Ray, or as
-jobs of Slurm."""
+"""Run cells, each from a training run to its row of results: in processes, as tasks of Ray, or as jobs of Slurm."""
 
 import json
 import logging
@@ -24,6 +23,7 @@ import torch
 import torch._inductor.config as inductor
 
 from depthgate.checkpoint.store import METRICS
+from depthgate.config import EXPERT_KINDS
 from depthgate.data.token_file import prepare
 from depthgate.device import machine, resolve_device
 from depthgate.errors import DepthgateError, installed
@@ -38,7 +38,8 @@ from depthgate.vit import ViT
 
 RESULT = "result.json"
 _EVERY = 15.0  # seconds between two words on a cell that runs beside others
-_NUMBERS = ("budget", "params", "seed", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
+_TEXTS = ("cell", "variant", "device")
+_NUMBERS = ("budget", "params", "seed", "steps", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
 
 
 def say(line: str) -> None:
@@ -50,8 +51,9 @@ def read_row(text: str, known: Mapping[str, Any], path: Path) -> Row:
     """A row of results from JSON; an error where it lacks what a report reads, or differs from what is `known`."""
     try:
         row: Row = json.loads(text)
-        texts, numbers = [row[name] for name in ("cell", "variant")], [row[name] for name in _NUMBERS]
-        if known.items() <= row.items() and all(isinstance(t, str) for t in texts) and all(map(math.isfinite, numbers)):
+        texts = all(isinstance(row[name], str) for name in _TEXTS)
+        numbers = [*(row[name] for name in _NUMBERS), row.get("experts_per_token") or 0, *row["routed_share"]]
+        if known.items() <= row.items() and texts and all(map(math.isfinite, numbers)):
             return row
     except (ValueError, KeyError, TypeError, AttributeError):
         pass
@@ -101,9 +103,8 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     if config.images:
         return _classified(cell, model, last_step)
     shards = prepare(training.data, model.tokenizer, training.validation)
-    metrics = [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
     held_out = []
-    for row in metrics:
+    for row in (metrics := _metrics(cell)):
         kept, planned = folder / f"step-{row['step']}", row["step"] % training.checkpoint_every == 0
         if kept == last_step or (config.points > 1 and planned and kept.is_dir()):
             at = (model if kept == last_step else load(kept)).to(resolve_device(training.device))
@@ -112,18 +113,21 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
     last, shares = metrics[-1], found["routed_share"]
     # In a causal pass routed layers take the share of the held-out text that they took, on average.
     taken = max(1e-6, fmean(shares)) if shares else model.config.capacity
-    used, real = found["experts_per_token"], found["expert_share"]  # of experts in staged layers, the latter alone
-    computed = fmean(used) / model.config.top_k if used else fmean(real) if real else None
+    # Experts of staged layers compute the tokens that entered, those of others all.
+    used, entered = found["experts_per_token"], dict(zip(model.config.routed, shares, strict=True))
+    given = [entered.get(i, 1.0) for i, kind in enumerate(model.config.kinds) if kind in EXPERT_KINDS]
+    experts = fmean(used, given) if any(given) else None
+    share = experts and experts / model.config.top_k
     return {
         "loss": found["nats_per_token_top_k"],
         "loss_causal": found["nats_per_token"],
         "bits_per_byte": found["bits_per_byte"],
         "held_out": held_out,
         "passes": last["tokens"] / len(shards.train),
-        "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken), expert_share=computed),
+        "forward_flops_per_token": forward_flops(replace(model.config, capacity=taken), expert_share=share),
         "routed_share": shares,
         "agreement": found["agreement"],
-        "experts_per_token": fmean(used) if used else None,
+        "experts_per_token": experts,
         "measured_tokens": found["tokens"],
         **_common(training, last),
     }
@@ -132,7 +136,7 @@ def _trained(cell: Cell, config: IsoflopConfig) -> Row:
 def _classified(cell: Cell, model: ViT, last_step: Path) -> Row:
     """The row of a vision transformer. What counts, and is fitted, is its error on held-out images, in percent."""
     training = cell.training
-    last = json.loads((cell.folder / METRICS).read_text(encoding="utf-8").splitlines()[-1])
+    last = _metrics(cell)[-1]
     device, data = resolve_device(training.device), images_of(model, last_step)
     found = images.measure(model.to(device), data, training.batch, device)
     error = 100 * (1 - found["accuracy"])
@@ -140,6 +144,18 @@ def _classified(cell: Cell, model: ViT, last_step: Path) -> Row:
     row = {name: found[name] for name in names} | {"loss_causal": error, "held_out": [[last["flops"], error]]}
     row |= {"images": training.steps * training.batch, "measured_images": found["images"]}
     return row | {"forward_flops_per_token": forward_flops(model.config)} | _common(training, last)
+
+
+def _metrics(cell: Cell) -> list[Row]:
+    """The rows of metrics of a run that was made to its end."""
+    path = cell.folder / METRICS
+    try:
+        rows: list[Row] = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if rows[-1]["step"] == cell.training.steps:
+            return rows
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    raise DepthgateError(f"{path} is damaged: delete its folder to train the cell again")
 
 
 def _common(training: Any, last: Row) -> Row:

@@ -117,10 +117,11 @@ def parse_variant(text: str, images: bool = False) -> Variant:
     variant = (ImageVariant if images else Variant)(text, model, training)
     shape = variant.shape(model.get("dim", 64), {} if images else 257, 64)
     replace(runs(), model=shape, **training)  # refuses bad values
-    there = {*shape.kinds, *("moe",) * (model.get("choice") == "tokens")}  # tokens choose as in a moe layer
+    there = {*shape.kinds, *("moe",) * (tokens := model.get("choice") == "tokens")}  # tokens choose as in a moe layer
     for key in keys:
-        if there.isdisjoint(read_by := _READ_BY.get(key, there)):
-            why = f"no layer of it reads {key}, which is for {', '.join(read_by)}; leave it out"
+        where = " where experts choose" * (key == "pool")
+        if there.isdisjoint(read_by := _READ_BY.get(key, there)) or (where and tokens):
+            why = f"no layer of it reads {key}, which is for {', '.join(read_by)}{where}; leave it out"
             raise InvalidValueError(f"variants has {text!r}: {why}")
     return variant
 

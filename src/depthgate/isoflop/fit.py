@@ -9,10 +9,7 @@ Intervals are of 95%: all curves of a budget are fitted again to themselves plus
 residuals say it may be (for a parameter of the fit that gives Student's interval). There are none where less than two
 residuals are free, or more than one in forty of the curves drawn has no minimum.
 
-Dense against dense, with other seeds at the same sizes, is the calibration: what seeds alone make of a difference.
-
-Every figure is computed for the fitted curve and for all drawn ones at once: the first of its values is the estimate,
-the others give the interval.
+Figures are computed for the fitted curve, which gives the estimate, and for all drawn ones, which give the interval.
 """
 
 import math
@@ -42,9 +39,9 @@ Points = list[tuple[float, float]]
 class Curve:
     """Losses of one variant at one budget, by size, and the parabola fitted to them."""
 
-    def __init__(self, rows: Iterable[Row], fits: Tensor | None = None, freedom: int | None = None) -> None:
+    def __init__(self, rows: Iterable[Row], fits: Tensor, freedom: int) -> None:
         """`rows`: those of its cells; the loss is the causal one. `fits` (1 + draws, 3): the fitted curve, then those
-        drawn around it, and the free residuals there were, where it was fitted together with others."""
+        drawn around it. `freedom`: the free residuals there were."""
         rows = sorted(rows, key=lambda row: (row["params"], row["seed"]))
         self.budget, self.variant = float(rows[0]["budget"]), str(rows[0]["variant"])
         # Parameters and loss of each cell; parameters and forward FLOPs per token of each size.
@@ -52,8 +49,6 @@ class Curve:
         self.costs = means((float(row["params"]), float(row["forward_flops_per_token"])) for row in rows)
         sizes = means(self.points)
         place = min(range(len(sizes)), key=lambda i: sizes[i][1])
-        if fits is None or freedom is None:
-            (fits,), freedom = _fitted_together([rows])
         self.fits = fits
         self.loss, self.loss_interval = _figure(self.fits[:, 1])
         self.params, self.params_interval = _figure(self.fits[:, 0].exp())

@@ -245,7 +245,7 @@ def _steps(training: Any, budget: float) -> tuple[int, float]:
         steps -= max(1, int((total_flops(training, steps) - budget) / each))
     flops, model, why = total_flops(training, steps), training.model, ""
     if steps < 1 or abs(flops / budget - 1) > TOLERANCE:
-        why = f"so no number of steps comes within {TOLERANCE:.0%} of it; raise the budget or lower --batch"
+        why = f"so no number of steps is within {TOLERANCE:.0%} of it; raise the budget, lower --batch or --center"
     elif steps > _MOST_STEPS:
         why = f"so {steps:,} steps are needed; lower it or raise --batch"
     if why:

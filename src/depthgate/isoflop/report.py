@@ -22,6 +22,7 @@ from depthgate.files import replace
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.calls import generate
 from depthgate.isoflop.fit import DENSE, Curve, calibrations, verdicts
+from depthgate.isoflop.fit import curves as curves_of
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.sentences import advice, compared, in_words, no_verdict, of_images, resolution, short_flops
 from depthgate.isoflop.study import Study, duration, speed
@@ -126,7 +127,7 @@ def _speed(study: Study) -> float:
 
 def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = None) -> None:
     """Write all files of the report, and print the findings. `lead`: the beginning of the page."""
-    out, rows, curves = study.out, study.rows, study.curves
+    out, rows, curves = study.out, study.rows, curves_of(study.rows)
     found, best, checks = verdicts(curves), [curve.summary() for curve in curves], calibrations(rows)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
     ranked = sorted(found, key=lambda v: (bool(v.refused), v.against != DENSE, -v.budget, -v.gain))

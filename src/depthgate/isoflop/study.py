@@ -26,7 +26,6 @@ from depthgate.errors import DepthgateError
 from depthgate.files import handled, replace, write_json
 from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig
-from depthgate.isoflop.fit import Curve, curves
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, further_rates, scale_of_rates
 from depthgate.options import command
 
@@ -62,7 +61,7 @@ class Study:
             self.options["data_hash"] = Shuffled(train, 1).fingerprint()
         for name in _TEXTS if not config.images else ():
             text = getattr(config, name)
-            self.options[f"{name}_hash"] = text and sources.fingerprint(text)
+            self.options[f"{name}_hash"] = None if text is None else sources.fingerprint(text)
         recorded = self._recorded()
         mine, before = asked or command("isoflop", config), recorded.get("commands", [])
         self.commands: list[str] = [*(each for each in before if each != mine), mine]
@@ -228,11 +227,6 @@ class Study:
             lines = (f"\n  {cell.name}: {_first_line(error)}" for cell, error in self.failed.items())
             what = f"{len(self.failed)} of {len(self.cells)} cells failed; the same command tries them again"
             raise DepthgateError(f"{what} ({self.out / CELLS}/*.error.txt say more):{''.join(lines)}")
-
-    @property
-    def curves(self) -> list[Curve]:
-        """A curve for each budget and variant, by budget, dense first."""
-        return curves(self.rows)
 
 
 def _short(lr: float) -> float:

@@ -69,11 +69,6 @@ def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     return torch.stack(pieces)
 
 
-def expert_matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """Twin of `matmul.expert_matmul`: x (E, N, D) times weight (E, D, F), expert by expert."""
-    return torch.stack([x[e] @ weight[e] for e in range(weight.shape[0])])
-
-
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Twin of `loss.linear_cross_entropy`: all logits at once."""
     losses = torch.nn.functional.cross_entropy(x @ weight.mT, targets.clamp(min=0), reduction="none")

@@ -51,10 +51,10 @@ def load_balance(plan: Groups) -> Tensor:
     Null experts count as experts."""
     if not isinstance(plan, Groups):
         raise InvalidValueError(f"load_balance got a {type(plan).__name__}: it needs the Groups plan of token choice")
-    experts = plan.scores.shape[-1]
-    chosen = F.one_hot(plan.choice.clamp(min=0), experts).to(plan.scores.dtype).mean(2)  # (B, T, E)
-    probability = plan.scores.softmax(-1)
-    return experts * (expert_mean(chosen, plan.valid) * expert_mean(probability, plan.valid)).sum()
+    probability = expert_mean(plan.scores.softmax(-1), plan.valid)  # (E,)
+    choice = plan.choice.flatten()  # -1 at padding
+    chosen = torch.zeros_like(probability).index_add(0, choice.clamp(min=0), (choice >= 0).to(probability.dtype))
+    return len(probability) * (chosen * probability).sum() / chosen.sum().clamp(min=1)
 
 
 def z_loss(plan: Slots | Groups) -> Tensor:

@@ -64,28 +64,20 @@ class Slots(NamedTuple):
     def sorted_by_expert(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, T, D) -> rows (N, D) of the filled slots alone, sorted by expert, and where those of each expert end
         (E,) int32. Waits for the device, to learn N."""
-        pool, expert, slot = self._filled_slots()
-        rows = take_rows(self._pooled(x).flatten(0, 1)[None], self._token(pool, expert, slot)[None])[0]
+        expert, token = self._sorted()
         experts = torch.arange(self.tokens.shape[1], device=x.device)
-        return rows, torch.searchsorted(expert, experts, right=True).int()
+        return take_rows(x.flatten(0, 1)[None], token[None])[0], torch.searchsorted(expert, experts, right=True).int()
 
     def combine_sorted(self, rows: Tensor) -> Tensor:
         """`combine` of rows (N, D) as `sorted_by_expert` gives them."""
-        B, T, _ = self.scores.shape
-        pool, expert, slot = self._filled_slots()
-        weighted = rows * self.gates[pool, expert, slot, None].to(rows.dtype)
-        return add_rows(weighted[None], self._token(pool, expert, slot)[None], B * T).reshape(B, T, rows.shape[1])
+        (B, T, _), gates = self.scores.shape, self.gates.transpose(0, 1)
+        gates = gates.flatten() if self.filled is None else gates[self.filled.transpose(0, 1)]
+        weighted = rows * gates[:, None].to(rows.dtype)
+        return add_rows(weighted[None], self._sorted()[1][None], B * T).reshape(B, T, rows.shape[1])
 
-    def _filled_slots(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Pool, expert and slot (N,) of every filled slot, by expert."""
-        filled = torch.ones_like(self.tokens, dtype=torch.bool) if self.filled is None else self.filled
-        expert, pool, slot = filled.transpose(0, 1).nonzero().unbind(1)
-        return pool, expert, slot
-
-    def _token(self, pool: Tensor, expert: Tensor, slot: Tensor) -> Tensor:
-        """The tokens (N,) in these slots, counted through the whole batch."""
-        B, T, _ = self.scores.shape
-        return self.tokens[pool, expert, slot] + pool * (B * T // max(1, len(self.tokens)))
+    def _sorted(self) -> tuple[Tensor, ...]:
+        """Expert and token (N,), counted through the whole batch, of every filled slot, by expert."""
+        return self.chosen.flatten(0, 1).T.nonzero().unbind(1)
 
     def _pooled(self, x: Tensor) -> Tensor:
         """x (B, T, ...) -> (P, tokens of a pool, ...)."""

@@ -8,14 +8,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
-from depthgate.ops.rows import (
-    check_per_token,
-    check_tokens,
-    flat_index,
-    inverse_for_gathering,
-    shaped,
-    take_rows,
-)
+from depthgate.ops.rows import check_per_token, check_tokens, flat_index, inverse_for_gathering, shaped, take_rows
 from depthgate.ops.select import choose, compact, few_launches, limits_of, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
@@ -310,7 +303,10 @@ class TopExperts(nn.Module):
 
 def _picked(scores: Tensor, choice: Tensor) -> Tensor:
     """scores (B, T, E), choice (B, T, K) -> (B, T, K), what `gather` says. The gradient of `gather` is a scatter, of
-    which torch 2.13 makes wrong code, and no error, where several layers are compiled with dynamic shapes."""
+    which torch 2.13 makes wrong code, and no error, where several layers are compiled with dynamic shapes. In compiled
+    code the K * E comparisons of each token are never in memory."""
+    if not torch.compiler.is_compiling():
+        return scores.gather(-1, choice)
     chosen = choice[..., None] == torch.arange(scores.shape[-1], device=scores.device)
     return torch.where(chosen, scores[..., None, :], 0.0).sum(-1)
 

@@ -1,18 +1,19 @@
 """Evaluation: how well a model predicts a text, deciding causally (the figure that counts) and by the top k."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from depthgate.config import EXPERT_KINDS, ROUTED_KINDS
 from depthgate.data.batches import validation_rows
 from depthgate.data.token_file import Documents
 from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import DepthgateError
 from depthgate.loading import LanguageModel
-from depthgate.routing import Groups, Plan, Slots, depth_plans
+from depthgate.routing import Groups, Plans, Slots, depth_plans
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
     some with about `most` tokens, spread evenly."""
     nats = {True: 0.0, False: 0.0}
     targets = size = 0
-    sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "expert_share", "experts_per_token"), 0)
+    sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "experts_per_token"), 0)
     for rows in validation_rows(documents, model.context, batch, most):
         tokens, wanted, pos, doc = (t.to(model.device) for t in rows)
         count = int((wanted >= 0).sum())
@@ -34,14 +35,10 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
             slots = depth_plans(plans)
             if causal:
                 sums["routed_share"] += _counts((p.chosen & inside, inside) for p in slots)
-                # Within a staged layer experts see other tokens than those of the text.
-                used = [] if "mode_staged" in model.kinds else [u for u in map(_of_experts, plans) if u is not None]
-                sums["experts_per_token"] += _counts((each & inside, inside) for each in used)
+                sums["experts_per_token"] += _counts(_experts(model.kinds, plans, inside))
                 continue
             both = ((p.causal_choice & inside, p.chosen & inside) for p in slots)
             sums["agreement"] += _counts((one & other, one | other) for one, other in both)
-            # Of the choices that tokens make, those of an expert that is not null.
-            sums["expert_share"] += _counts((p.computed, p.choice >= 0) for p in plans if isinstance(p, Groups))
         targets += count
         size += sum(_bytes_of(*row, model.tokenizer) for row in zip(tokens, wanted, doc, strict=True))
     if not size:
@@ -60,11 +57,20 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
     }
 
 
-def _of_experts(plan: Plan) -> Tensor | None:
-    """The experts (B, T, ...) that compute each token; None of a plan without experts."""
-    if isinstance(plan, Groups):
-        return plan.computed
-    return plan.chosen if isinstance(plan, Slots) and plan.of_experts else None
+def _experts(kinds: Sequence[str], plans: Plans, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each layer with experts, which of them compute a token (B, T, ...), and which tokens it was given (B, T, 1):
+    those `inside` the text, or those that entered a staged layer. `plans`: of a pass without gradients."""
+    rest = iter(plans)
+    for kind in kinds:
+        entered = next(rest) if kind in ROUTED_KINDS else None
+        if kind not in EXPERT_KINDS:
+            continue
+        if isinstance(entered, Slots) and not entered.tokens.numel():  # the experts of a staged layer were not asked
+            yield inside[:0], inside[:0]
+        elif isinstance(plan := next(rest), Groups):
+            yield plan.computed, plan.choice[..., :1] >= 0
+        elif isinstance(plan, Slots):
+            yield plan.chosen & inside, inside
 
 
 def _counts(layers: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -211,7 +211,7 @@ class Loop:
         if state["bad"] >= self.config.most_bad_steps:
             bad = self._not_finite()
             where = f"the first weight that is not finite is {bad}" if bad else "all weights are finite"
-            many = f"loss {loss}, gradient norm {norm}, the {state['bad']}th bad step in a row; {where}"
+            many = f"loss {loss}, gradient norm {norm}, bad step {state['bad']} in a row; {where}"
             raise DepthgateError(f"step {row['step']}: {many}. {_REMEDY}")
         return row | {
             "loss": loss if math.isfinite(loss) else None,
