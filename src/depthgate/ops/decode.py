@@ -275,14 +275,7 @@ def attend_span(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, span: Span)
 
 
 def decide(
-    x: Tensor,
-    live: Tensor,
-    entered: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    threshold: Tensor,
-    normed: bool,
-    gate: str,
+    x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
 ) -> tuple[Rows, Tensor]:
     """Rows of x (B, D), of the first `live`, whose score is at least the threshold: weight (D,) times the row, or the
     normalised row, plus bias; and their gates in that order, by the name of a gate. `entered` (B,) gets 1 or 0."""

@@ -232,14 +232,7 @@ def _decide(
 
 
 def decide(
-    x: Tensor,
-    live: Tensor,
-    entered: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    threshold: Tensor,
-    normed: bool,
-    gate: str,
+    x: Tensor, live: Tensor, entered: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, normed: bool, gate: str
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """`decode.decide`."""
     B, K = x.shape
