@@ -166,6 +166,8 @@ def evaluate_task(config: EvalConfig) -> dict[str, Any]:
         raise DepthgateError(f"lm-eval is missing ({error}): pip install 'depthgate[eval]'") from None
     folder, device = Path(config.model), resolve_device(config.device)
     model = load_on(device, folder, config.dtype)
+    if hasattr(model, "routing_mode"):
+        model.routing_mode = "causal"  # whatever was saved: no answer is judged by tokens that come after it
     options: dict[str, Any] = {} if config.seq is None else {"max_length": config.seq}
     options["add_bos_token"] = bool(tokenizer_of(folder).prefix)  # which lm-eval leaves out unless it is told
     judged = HFLM(pretrained=model, tokenizer=find_tokenizer(folder), batch_size=config.batch, device=device, **options)
