@@ -14,8 +14,8 @@ from depthgate.config import EvalConfig
 from depthgate.data.tokenizer import TextTokenizer, read_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.folder import check_config, find_tokenizer, load
+from depthgate.hf.families import FAMILIES, PREFIX
+from depthgate.hf.folder import find_tokenizer, load
 from depthgate.hf.layer import routed_layers
 from depthgate.model import Output
 from depthgate.ops.loss import linear_cross_entropy
@@ -135,15 +135,6 @@ def tokenizer_of(folder: Path) -> ModelTokenizer:
     if inner is None:
         raise DepthgateError(f"{folder} has a {type(found).__name__}, which cannot be saved as a tokenizer.json")
     return ModelTokenizer(inner, None if found.eos_token is None else str(found.eos_token))
-
-
-def dense_of(folder: Path) -> Any:
-    """The model of a folder with all its layers dense: as it is, or without its routers."""
-    kind = str(check_config(folder)["model_type"])
-    dense = kind.removeprefix(PREFIX)
-    if kind == dense or dense not in FAMILIES:
-        return load(folder)
-    return getattr(modeling(dense), FAMILIES[dense].model).from_pretrained(folder, dtype="auto", local_files_only=True)
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:

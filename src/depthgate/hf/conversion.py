@@ -71,14 +71,13 @@ def convert(
     check_choice(capacity_by, "capacity_by", CAPACITY_BY)
     families.check_capacities(capacity)
     Routing((0,), 1.0, gate, rule, rule_loss, decay)  # refuse wrong values before anything is measured
-    name = layers if isinstance(layers, str) else None
-    measured = name == "auto" or capacity_by == "change"
+    measured = (isinstance(layers, str) and layers == "auto") or capacity_by == "change"
     if measured != (calibration is not None):
         what = "layers='auto' (or capacity_by='change') and calibration go together"
         raise InvalidValueError(f"{what}: give both, or neither")
-    chosen: Any = range(1, depth, 2) if name == "every_other" else layers
     changes = layer_changes(model, calibration) if measured else []
-    named: Any = least_changing(changes) if name == "auto" else chosen
+    by_name = {"every_other": range(1, depth, 2), "auto": least_changing(changes)}
+    named: Any = by_name.get(layers, layers) if isinstance(layers, str) else layers
     chosen = families.checked_layers(named, depth)
     capacity = families.in_order(named, capacity)
     if capacity_by == "change":
@@ -127,11 +126,11 @@ def to_dense(model: Any) -> Any:
 def shared_out(capacity: Any, changes: Sequence[float]) -> tuple[float, ...]:
     """A capacity for each layer in proportion to how much it changes its tokens, within half and twice their mean,
     which is `capacity`."""
-    mean = check_capacity(capacity)
-    low, high, times = mean / 2, min(1.0, 2 * mean), [0.0, 2 * mean / max(min(changes), 1e-9)]
-    for _ in range(60):  # bisection
+    mean, least = check_capacity(capacity), max(1e-6 * max(changes), 1e-30)  # of layers that change next to nothing
+    low, high, times = mean / 2, min(1.0, 2 * mean), [0.0, 2 * mean / least]
+    for _ in range(80):  # bisection
         middle = sum(times) / 2
-        shares = [min(high, max(low, middle * each)) for each in changes]
+        shares = [min(high, max(low, middle * max(each, least))) for each in changes]
         times[sum(shares) > mean * len(changes)] = middle
     return tuple(round(share, 4) for share in shares)
 
