@@ -31,7 +31,6 @@ from depthgate.hf.layer import DepthRouter, routed_layers
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SAVED_PROBE = 64  # tokens that a saved model is read with
 _CALIBRATION = (8, 256)  # sequences, and tokens of each
-CAPACITY_BY = ("layer", "change")
 _WINDOW = 1024  # the longest window of attention that is looked beyond without being asked to
 
 
@@ -68,7 +67,7 @@ def convert(
     depth = model.config.num_hidden_layers
     check_neutral(gate)
     check_choice(routing_mode, "routing_mode", MODES)
-    check_choice(capacity_by, "capacity_by", CAPACITY_BY)
+    check_choice(capacity_by, "capacity_by", ("layer", "change"))
     families.check_capacities(capacity)
     Routing((0,), 1.0, gate, rule, rule_loss, decay)  # refuse wrong values before anything is measured
     measured = (isinstance(layers, str) and layers == "auto") or capacity_by == "change"

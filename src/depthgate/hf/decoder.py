@@ -42,6 +42,11 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
         """The family's own forward."""
         return super().forward(*args, **kwargs)
 
+    @property
+    def routed_layers(self) -> list[RoutedLayer]:
+        """Those among its layers: looked up in every call, where a look at all of its modules would take long."""
+        return [layer for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
+
     def _bounded(self, tokens: Tokens, kwargs: dict[str, Any]) -> bool:
         """True for a causal pass of compiled layers that can be computed again: one that is not given a cache."""
         causal = not self.training if tokens.causal is None else tokens.causal
@@ -49,12 +54,7 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
             return False
         if torch.compiler.is_compiling():
             return bool(_may_break())
-        return any(layer._compiled_call_impl is not None for layer in _own_layers(self))
-
-
-def _own_layers(decoder: Any) -> list[RoutedLayer]:
-    """The routed layers of a decoder: found in every call, where a look at all of its modules would take long."""
-    return [layer for layer in decoder_layers(decoder) if isinstance(layer, RoutedLayer)]
+        return any(layer._compiled_call_impl is not None for layer in self.routed_layers)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -77,7 +77,7 @@ def _with_enough_slots(
     """What a pass gave, or that of another one, if some layer `lacking` slots left tokens out. Waits for the device."""
     if int(lacking) <= 0:
         return out
-    routers = [layer.depth_router for layer in _own_layers(decoder)]
+    routers = [layer.depth_router for layer in decoder.routed_layers]
     shares = collected(routers, lambda args, _, plan: plan.tokens.shape[-1] / args[0].shape[1])
     with torch.compiler.set_stance("force_eager"), shares as needed:
         out = decoder.once(*args, **{**kwargs, KEYWORD: tokens})
@@ -88,10 +88,9 @@ def _with_enough_slots(
 
 def _warn_of_frozen_routers(decoder: Any) -> None:
     """Warn where weights learn, but no router does."""
-    weights = [weight for layer in _own_layers(decoder) for weight in layer.depth_router.proj.parameters()]
-    if not weights or any(weight.requires_grad for weight in weights):
-        return
-    if any(weight.requires_grad for weight in decoder.parameters()):
+    weights = [weight for layer in decoder.routed_layers for weight in layer.depth_router.proj.parameters()]
+    frozen = weights and not any(weight.requires_grad for weight in weights)
+    if frozen and any(weight.requires_grad for weight in decoder.parameters()):
         what = "routers do not learn: training takes the first tokens of every text, or those that they happen to score"
         remedy = "with PEFT give modules_to_save=['depth_router'] and exclude_modules='.*depth_router.*'"
         warnings.warn(f"{what}, and the causal rule learns nothing; {remedy}", DepthgateWarning, stacklevel=4)

@@ -98,14 +98,12 @@ def check_code(named: Any, model_type: str, name: str = "auto_map") -> None:
 def check_config(folder: Path) -> dict[str, Any]:
     """The values of a model's config.json; refused if it is damaged or names code that is not ours."""
     path = folder / "config.json"
-    config = _read_json(path) if path.is_file() else None
-    if config is None or not isinstance(config.get("model_type"), str):
+    config = _read_json(path) if path.is_file() else {}
+    if not isinstance(config.get("model_type"), str):
         check_no_part(folder)
-        if config is None:
-            raise DepthgateError(
-                f"{folder} has no config.json: give the folder of a Hugging Face model, or a GGUF file"
-            )
-        raise DepthgateError(f"{path} cannot be loaded: it does not name a model_type")
+        unnamed = f"{path} cannot be loaded: it does not name a model_type"
+        missing = f"{folder} has no config.json: give the folder of a Hugging Face model, or a GGUF file"
+        raise DepthgateError(unnamed if path.is_file() else missing)
     for name, least in _LEAST.items():  # transformers would make a model without layers
         size = config.get(name, least)
         if isinstance(size, int) and size < least:
