@@ -158,7 +158,7 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
     families.family_of(model)  # refuses others
     inputs, mask = calibration_inputs(model, batch)
     with watched(model, families.decoder_layers(model)) as seen:
-        model(**{**inputs, "use_cache": False})
+        model.base_model(**{**inputs, "use_cache": False})  # a head may need more, such as a padding token
     return [float(change[mask.to(change.device)].mean()) for ((_, change),) in seen]
 
 

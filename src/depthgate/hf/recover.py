@@ -232,7 +232,7 @@ def calibrate(model: Any, batch: Any) -> None:
     inputs, mask = calibration_inputs(model, batch)
     call = {**inputs, "use_cache": False, "causal_routing": False}
     with _all_dense(model, layers) as seen:
-        model(**call)
+        model.base_model(**call)
     starts = inputs.get("position_ids")
     first = mask.cumsum(1) == 1 if starts is None else (mask.cumsum(1) == 1) | (starts == 0)
     _check_finite(layers, seen, mask.flatten())
@@ -240,7 +240,7 @@ def calibrate(model: Any, batch: Any) -> None:
     _calibrate(layers, seen, mask.flatten(), (mask & first).flatten(), fit=True)
     unscale_routers(layers)
     with watched(model, ()), collected_plans(model, lambda plan: plan.scores) as found:
-        model(**call)  # each layer now gets what the routed ones before it leave
+        model.base_model(**call)  # each layer now gets what the routed ones before it leave
     for layer, (scores,) in zip(layers, found, strict=True):
         middle = _between(scores[mask.to(scores.device)].flatten(), layer.depth_router.capacity)
         layer.depth_router.proj.bias.sub_(middle)
