@@ -236,10 +236,9 @@ class FinetuneConfig(RunConfig):
         check_count(self.batch * self.seq, "batch * seq", maximum=2**28)
         if self.rank != type(self).rank and self.train != "lora":
             raise InvalidValueError(f"rank is {self.rank}, and train is {self.train!r}: --rank belongs to --train lora")
-        if self.loss == "text" and self.teacher is not None:
-            raise InvalidValueError("loss is 'text', which needs no teacher: leave --teacher out")
-        if self.loss == "text" and self.text_share:
-            raise InvalidValueError(f"text_share is {self.text_share}, and loss 'text' is nothing else: leave it out")
+        of_teachers = ("teacher", "text_share", "temperature") if self.loss == "text" else ()
+        if given := [name for name in of_teachers if getattr(self, name) != getattr(type(self), name)]:
+            raise InvalidValueError(f"loss is 'text', which needs no teacher: leave --{given[0]} out")
 
     @property
     def settled(self) -> "FinetuneConfig":

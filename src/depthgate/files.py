@@ -83,12 +83,15 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def check_no_adapter(folder: Path) -> None:
-    """Refuse the folder of an adapter of PEFT, which is not a model."""
+def check_no_part(folder: Path) -> None:
+    """Refuse a folder without a model's config.json that holds an adapter of PEFT, or a part of a run of finetune."""
     there = os.path.isfile  # False, and no error, in a folder that is closed to us
     if there(folder / "adapter_config.json") and not there(folder / "config.json"):
         how = "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)"
         raise DepthgateError(f"{folder} is an adapter of PEFT, and no model: merge it first, as {how} does")
+    if there(folder / "finetune.json") or there(folder.parent / "finetune.json"):
+        what = f"{folder} is of a run of depthgate finetune that has not finished, or a checkpoint of one, and no model"
+        raise DepthgateError(f"{what}: go on with the same command and --resume, or give the run's folder")
 
 
 def leftovers(target: Path) -> list[Path]:

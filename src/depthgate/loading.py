@@ -17,7 +17,7 @@ from depthgate.checkpoint.tensors import damaged
 from depthgate.config import ModelConfig
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, near
-from depthgate.files import check_no_adapter
+from depthgate.files import check_no_part
 from depthgate.flops import parameters
 from depthgate.model import Decoder
 from depthgate.vision import ViTConfig
@@ -145,10 +145,7 @@ def load(path: str | Path) -> Any:
     if not os.path.isdir(folder):
         remedy = near(str(folder), map(str, folder.parent.glob("*/"))) or ": give a run, or one of its checkpoints"
         raise DepthgateError(f"{folder} is not a folder{remedy}")
-    check_no_adapter(folder)
-    if os.path.exists(folder / "finetune.json") or os.path.exists(folder.parent / "finetune.json"):
-        what = f"{folder} is of a run of depthgate finetune that has not finished, or a checkpoint of one, and no model"
-        raise DepthgateError(f"{what}: go on with the same command and --resume, or give the run's folder")
+    check_no_part(folder)
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
     found = read(folder, ["model"])
     of_images = found.config.get("task") == "images"

@@ -207,10 +207,12 @@ def run(tmp_path_factory):
 @torch.no_grad()
 def test_a_run_becomes_a_folder_that_transformers_and_we_open(run, tmp_path, capsys):
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    assert main(["convert", "--model", str(run), "--out", str(tmp_path / "hf"), "--to", "llama", "--json"]) == 0
+    how = ["--to", "llama", "--routing_mode", "causal", "--json"]
+    assert main(["convert", "--model", str(run), "--out", str(tmp_path / "hf"), *how]) == 0
     assert json.loads(capsys.readouterr().out)["model_type"] == "depthgate_llama"
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     mine, theirs = dg.load(run), AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert theirs.routing_mode == "causal"
     again = dg.load(tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer("a brown dog", return_tensors="pt")["input_ids"]

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import depthgate as dg
+from depthgate.hf.conversion import shared_out
 from depthgate.hf.families import heads
 from tests.conftest import close
 from tests.hf.words import save_model, save_tokenizer, texts
@@ -123,6 +124,30 @@ def test_each_layer_may_have_a_capacity_of_its_own(tmp_path):
         if wrong != [0.5]:
             with pytest.raises(dg.DepthgateError, match="capacity"):
                 dg.hf.set_capacity(model, wrong)
+
+
+def test_a_classifier_without_a_padding_token_is_measured_and_calibrated():
+    """As those of Llama are, which transformers lets classify one row at a time: the head has no say."""
+    ids, model = tokens(4, 24), dense("llama")
+    model.config.pad_token_id = None
+    changes = dg.hf.layer_changes(model, ids)
+    classifier = transformers.LlamaForSequenceClassification(model.config)
+    classifier.model.load_state_dict(model.model.state_dict())
+    assert dg.hf.layer_changes(classifier.eval(), {"input_ids": ids, "labels": torch.ones(4)}) == changes
+    dg.hf.convert(classifier, 0.5, "auto", rule="threshold", calibration=ids)
+    dg.hf.calibrate(classifier, ids)
+    with torch.no_grad(), plans_of(classifier) as plans:
+        classifier.model(ids, use_cache=False)
+    assert [int(plan.chosen.sum()) for plan in plans] == [48, pytest.approx(48, abs=5)]  # of 96
+
+
+@pytest.mark.parametrize("changes", [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.1, 0.2, 0.3], [3.0]])
+def test_shared_out_capacities_have_the_mean_that_was_asked_for(changes):
+    """Also where layers change nothing, as those that are added to a model to be trained (their last weights are 0)."""
+    for mean in (0.01, 0.5, 0.9, 1.0):
+        shares = shared_out(mean, changes)
+        assert sum(shares) / len(shares) == pytest.approx(mean, abs=1e-4)
+        assert all(mean / 2 <= share <= min(1.0, 2 * mean) for share in shares)
 
 
 def test_capacities_go_with_the_layers_that_they_are_given_for(tmp_path):

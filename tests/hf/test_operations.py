@@ -15,7 +15,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import depthgate as dg
 import depthgate.hf
-from tests.hf.zoo import tokens, with_random_routers
+from tests.hf.zoo import plans_of, tokens, with_random_routers
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "unique_consecutive", "_unique2", "equal"}
 ON_THE_HOST = {"promote_types", "_unsafe_view", "lift_fresh"}  # a rule of types, a view, a number that becomes a tensor
@@ -77,3 +77,16 @@ def test_a_routed_layer_adds_a_handful_of_operations_and_top_k_passes_never_wait
     assert routed.total() - dense.total() <= most + learns, routed - dense
     assert sum(routed[name] for name in WAITS) == waits
     assert sum(dense[name] for name in WAITS) == 0
+
+
+def test_a_step_gathers_nothing_in_rows_of_one_token():
+    model, ids, cache, entering = model_of(1, [0], "scores"), tokens(6, 60), DynamicCache(), set()
+    with torch.no_grad(), plans_of(model) as plans:
+        model(ids[:, :40], past_key_values=cache)
+        for t in range(40, 60):
+            where = torch.full((6, 1), t)  # each row has its own, as generate gives them
+            with Launches() as mode:
+                model(ids[:, t : t + 1], past_key_values=cache, position_ids=where)
+            entering.add(int(plans[-1].filled.sum()))
+            assert mode.found["gather"] == 1  # of the scores of slots: rows are picked as they are
+    assert {0, 1, 2, 3} <= entering

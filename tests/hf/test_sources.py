@@ -100,6 +100,9 @@ def test_a_config_with_layers_alone_is_finetuned_and_an_unfinished_run_is_named(
     assert "--resume" in said
     assert main(["eval", "--model", str(tmp_path / "done" / "step-2"), *look]) == 2
     assert "a checkpoint of one" in capsys.readouterr().err
+    for part, said in (("done", "has not finished"), ("done/step-2", "a checkpoint of one")):
+        assert main(["finetune", "--model", str(tmp_path / part), "--out", str(tmp_path / "next"), *how]) == 2
+        assert said in capsys.readouterr().err
     assert main(["eval", "--model", str(tmp_path / "gone"), *look]) == 2
     assert "gone is not a folder" in capsys.readouterr().err
 

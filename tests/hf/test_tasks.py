@@ -59,6 +59,21 @@ def test_a_converted_model_is_judged_by_its_causal_choice(tmp_path, task, capsys
     assert f"| acc | {right / 9:.6g} |\n" in card
 
 
+def test_a_model_that_takes_the_top_k_in_evaluation_is_judged_causally_too(tmp_path, task, capsys, monkeypatch):
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'depthgate[eval]'")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    rolling = TASK.format(data=tmp_path / "data.jsonl").partition("output_type")[0]
+    rolling += 'output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\n'
+    task.write_text(rolling + "metric_list:\n  - metric: word_perplexity\n")
+    folder, model, figures = save_model(tmp_path / "model"), routed("llama"), []
+    for mode in ("causal", "top_k"):
+        model.routing_mode = mode
+        model.save_pretrained(folder)
+        assert main(["eval", "--model", str(folder), "--tasks", str(task), "--device", "cpu", "--json"]) == 0
+        figures.append(json.loads(capsys.readouterr().out.splitlines()[-1])["metrics"])
+    assert figures[0] == figures[1]
+
+
 def test_what_is_wrong_is_said(tmp_path, task, capsys, monkeypatch):
     folder = save_model(tmp_path / "model")
     (tmp_path / "none.yaml").write_text("dataset_path: json\n")

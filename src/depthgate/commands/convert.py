@@ -52,6 +52,8 @@ def _export(config: ConvertConfig) -> tuple[dict[str, Any], list[str]]:
     check_new(Path(config.out), Path(config.model))
     decoder = load_decoder(config.model)
     model = export(decoder, config.to)
+    if hasattr(model, "routing_mode"):
+        model.routing_mode = config.routing_mode
     probe, _ = probe_for(config, model.config)
     with torch.no_grad():
         difference = check_same(model, probe, [decoder(probe, causal=causal).logits for causal in (True, False)])

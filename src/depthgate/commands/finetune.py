@@ -34,9 +34,9 @@ def run(config: FinetuneConfig, as_json: bool, resume: bool = False) -> int:
     check_generation(source)
     model = load(source)
     tokenizer = tokenizer_of(source)
-    if not routed_layers(model) and config.capacity != 1:
+    if not routed_layers(model) and (config.capacity != 1 or config.train == "router"):
         what = f"{source} has no routed layers of transformers: convert it first, with depthgate convert"
-        raise DepthgateError(f"{what}; --capacity 1 trains it as it is, for comparison")
+        raise DepthgateError(f"{what}; --capacity 1 trains it as it is (--train full or lora), for comparison")
     with opened(config, resume, "finetune.json") as folder:
         language = HFLanguageModel(model, tokenizer, config.seq)
         documents = Documents(tokenize(config.data, language.tokenizer))

@@ -14,8 +14,8 @@ from depthgate.config import EvalConfig
 from depthgate.data.tokenizer import TextTokenizer, read_tokenizer
 from depthgate.device import resolve_device
 from depthgate.errors import DepthgateError
-from depthgate.hf.families import FAMILIES, PREFIX, modeling
-from depthgate.hf.folder import check_config, find_tokenizer, load
+from depthgate.hf.families import FAMILIES, PREFIX
+from depthgate.hf.folder import find_tokenizer, load
 from depthgate.hf.layer import routed_layers
 from depthgate.model import Output
 from depthgate.ops.loss import linear_cross_entropy
@@ -137,15 +137,6 @@ def tokenizer_of(folder: Path) -> ModelTokenizer:
     return ModelTokenizer(inner, None if found.eos_token is None else str(found.eos_token))
 
 
-def dense_of(folder: Path) -> Any:
-    """The model of a folder with all its layers dense: as it is, or without its routers."""
-    kind = str(check_config(folder)["model_type"])
-    dense = kind.removeprefix(PREFIX)
-    if kind == dense or dense not in FAMILIES:
-        return load(folder)
-    return getattr(modeling(dense), FAMILIES[dense].model).from_pretrained(folder, dtype="auto", local_files_only=True)
-
-
 def cast(model: Any, dtype: torch.dtype) -> Any:
     """Cast a model in place, except for its routers, which stay in float32."""
     for name, weight in [*model.named_parameters(), *model.named_buffers()]:
@@ -166,6 +157,8 @@ def evaluate_task(config: EvalConfig) -> dict[str, Any]:
         raise DepthgateError(f"lm-eval is missing ({error}): pip install 'depthgate[eval]'") from None
     folder, device = Path(config.model), resolve_device(config.device)
     model = load_on(device, folder, config.dtype)
+    if hasattr(model, "routing_mode"):
+        model.routing_mode = "causal"  # whatever was saved: no answer is judged by tokens that come after it
     options: dict[str, Any] = {} if config.seq is None else {"max_length": config.seq}
     options["add_bos_token"] = bool(tokenizer_of(folder).prefix)  # which lm-eval leaves out unless it is told
     judged = HFLM(pretrained=model, tokenizer=find_tokenizer(folder), batch_size=config.batch, device=device, **options)

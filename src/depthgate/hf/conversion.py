@@ -31,7 +31,6 @@ from depthgate.hf.layer import DepthRouter, routed_layers
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 _SAVED_PROBE = 64  # tokens that a saved model is read with
 _CALIBRATION = (8, 256)  # sequences, and tokens of each
-CAPACITY_BY = ("layer", "change")
 _WINDOW = 1024  # the longest window of attention that is looked beyond without being asked to
 
 
@@ -68,17 +67,16 @@ def convert(
     depth = model.config.num_hidden_layers
     check_neutral(gate)
     check_choice(routing_mode, "routing_mode", MODES)
-    check_choice(capacity_by, "capacity_by", CAPACITY_BY)
+    check_choice(capacity_by, "capacity_by", ("layer", "change"))
     families.check_capacities(capacity)
     Routing((0,), 1.0, gate, rule, rule_loss, decay)  # refuse wrong values before anything is measured
-    name = layers if isinstance(layers, str) else None
-    measured = name == "auto" or capacity_by == "change"
+    measured = (isinstance(layers, str) and layers == "auto") or capacity_by == "change"
     if measured != (calibration is not None):
         what = "layers='auto' (or capacity_by='change') and calibration go together"
         raise InvalidValueError(f"{what}: give both, or neither")
-    chosen: Any = range(1, depth, 2) if name == "every_other" else layers
     changes = layer_changes(model, calibration) if measured else []
-    named: Any = least_changing(changes) if name == "auto" else chosen
+    by_name = {"every_other": range(1, depth, 2), "auto": least_changing(changes)}
+    named: Any = by_name.get(layers, layers) if isinstance(layers, str) else layers
     chosen = families.checked_layers(named, depth)
     capacity = families.in_order(named, capacity)
     if capacity_by == "change":
@@ -127,11 +125,11 @@ def to_dense(model: Any) -> Any:
 def shared_out(capacity: Any, changes: Sequence[float]) -> tuple[float, ...]:
     """A capacity for each layer in proportion to how much it changes its tokens, within half and twice their mean,
     which is `capacity`."""
-    mean = check_capacity(capacity)
-    low, high, times = mean / 2, min(1.0, 2 * mean), [0.0, 2 * mean / max(min(changes), 1e-9)]
-    for _ in range(60):  # bisection
+    mean, least = check_capacity(capacity), max(1e-6 * max(changes), 1e-30)  # of layers that change next to nothing
+    low, high, times = mean / 2, min(1.0, 2 * mean), [0.0, 2 * mean / least]
+    for _ in range(80):  # bisection
         middle = sum(times) / 2
-        shares = [min(high, max(low, middle * each)) for each in changes]
+        shares = [min(high, max(low, middle * max(each, least))) for each in changes]
         times[sum(shares) > mean * len(changes)] = middle
     return tuple(round(share, 4) for share in shares)
 
@@ -160,7 +158,7 @@ def layer_changes(model: Any, batch: Any) -> list[float]:
     families.family_of(model)  # refuses others
     inputs, mask = calibration_inputs(model, batch)
     with watched(model, families.decoder_layers(model)) as seen:
-        model(**{**inputs, "use_cache": False})
+        model.base_model(**{**inputs, "use_cache": False})  # a head may need more, such as a padding token
     return [float(change[mask.to(change.device)].mean()) for ((_, change),) in seen]
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from depthgate.errors import DepthgateWarning
 from depthgate.hf.adapter import collected
+from depthgate.hf.families import decoder_layers
 from depthgate.hf.inputs import KEYWORD, Tokens, hand_down
-from depthgate.hf.layer import BOUND_STEPS, routed_layers
+from depthgate.hf.layer import BOUND_STEPS, RoutedLayer
 
 _Decoder: Any = object  # next to a decoder of transformers, which is a module
 _SPARE = 1 / 8  # of the slots that were needed, when bounds grow
@@ -41,6 +42,11 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
         """The family's own forward."""
         return super().forward(*args, **kwargs)
 
+    @property
+    def routed_layers(self) -> list[RoutedLayer]:
+        """Those among its layers: looked up in every call, where a look at all of its modules would take long."""
+        return [layer for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
+
     def _bounded(self, tokens: Tokens, kwargs: dict[str, Any]) -> bool:
         """True for a causal pass of compiled layers that can be computed again: one that is not given a cache."""
         causal = not self.training if tokens.causal is None else tokens.causal
@@ -48,7 +54,7 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
             return False
         if torch.compiler.is_compiling():
             return bool(_may_break())
-        return any(layer._compiled_call_impl is not None for layer in routed_layers(self))
+        return any(layer._compiled_call_impl is not None for layer in self.routed_layers)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -71,7 +77,7 @@ def _with_enough_slots(
     """What a pass gave, or that of another one, if some layer `lacking` slots left tokens out. Waits for the device."""
     if int(lacking) <= 0:
         return out
-    routers = [layer.depth_router for layer in routed_layers(decoder)]
+    routers = [layer.depth_router for layer in decoder.routed_layers]
     shares = collected(routers, lambda args, _, plan: plan.tokens.shape[-1] / args[0].shape[1])
     with torch.compiler.set_stance("force_eager"), shares as needed:
         out = decoder.once(*args, **{**kwargs, KEYWORD: tokens})
@@ -82,10 +88,9 @@ def _with_enough_slots(
 
 def _warn_of_frozen_routers(decoder: Any) -> None:
     """Warn where weights learn, but no router does."""
-    routers = [layer.depth_router for layer in routed_layers(decoder)]
-    if any(weight.requires_grad for router in routers for weight in router.proj.parameters()):
-        return
-    if any(weight.requires_grad for weight in decoder.parameters()):
+    weights = [weight for layer in decoder.routed_layers for weight in layer.depth_router.proj.parameters()]
+    frozen = weights and not any(weight.requires_grad for weight in weights)
+    if frozen and any(weight.requires_grad for weight in decoder.parameters()):
         what = "routers do not learn: training takes the first tokens of every text, or those that they happen to score"
         remedy = "with PEFT give modules_to_save=['depth_router'] and exclude_modules='.*depth_router.*'"
         warnings.warn(f"{what}, and the causal rule learns nothing; {remedy}", DepthgateWarning, stacklevel=4)

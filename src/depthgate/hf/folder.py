@@ -11,7 +11,7 @@ import torch
 
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, installed
-from depthgate.files import check_no_adapter
+from depthgate.files import check_no_part
 from depthgate.hf.families import FAMILIES, OURS, PREFIX, heads
 
 CODE = "modeling_depthgate"  # the module in a saved folder that auto_map names
@@ -98,12 +98,12 @@ def check_code(named: Any, model_type: str, name: str = "auto_map") -> None:
 def check_config(folder: Path) -> dict[str, Any]:
     """The values of a model's config.json; refused if it is damaged or names code that is not ours."""
     path = folder / "config.json"
-    check_no_adapter(folder)
-    if not path.is_file():
-        raise DepthgateError(f"{folder} has no config.json: give the folder of a Hugging Face model, or a GGUF file")
-    config = _read_json(path)
+    config = _read_json(path) if path.is_file() else {}
     if not isinstance(config.get("model_type"), str):
-        raise DepthgateError(f"{path} cannot be loaded: it does not name a model_type")
+        check_no_part(folder)
+        unnamed = f"{path} cannot be loaded: it does not name a model_type"
+        missing = f"{folder} has no config.json: give the folder of a Hugging Face model, or a GGUF file"
+        raise DepthgateError(unnamed if path.is_file() else missing)
     for name, least in _LEAST.items():  # transformers would make a model without layers
         size = config.get(name, least)
         if isinstance(size, int) and size < least:

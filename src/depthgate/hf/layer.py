@@ -103,7 +103,7 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             """The entries (A, C, ...) of the entering tokens, from values (B, T, ...), or (1, T, ...) for all rows."""
             if values.shape[0] == 1:
                 return values[0][plan.tokens[:, 0]]
-            return plan.dispatch(values if rows is None else values[rows])[:, 0]
+            return plan.dispatch(values)[:, 0] if rows is None else values[rows]
 
         kind, window = self._attention.config._attn_implementation, self._window(None if static else start + x.shape[1])
         query: Tensor = plan.tokens[:, 0] if isinstance(store, NoCache) else start + plan.tokens[:, 0]
@@ -164,13 +164,14 @@ def _bounded_slots(router: Any, tokens: int) -> int:
 
 
 def _computed_rows(plan: Slots, tokens: int) -> tuple[Tensor | None, Slots]:
-    """Indices of the batch rows with a routed token (None: all rows), and the plan restricted to them, for a single
+    """Indices of the batch rows with a routed token (None: all rows), and the plan with their slots alone, for a single
     token a row; of several, all rows are computed. With gradients, too, so that every parameter gets one (of 0)."""
     if plan.filled is None or tokens > 1 or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return None, plan
     rows = plan.filled[:, 0, 0].nonzero()[:, 0]  # waits for the device
-    few = plan if len(rows) == len(plan.tokens) else plan.rows(rows, 1)
-    return None if few is plan else rows, few._replace(filled=None)
+    if len(rows) == len(plan.tokens):
+        return None, plan._replace(filled=None)
+    return rows, plan._replace(tokens=plan.tokens[rows], gates=plan.gates[rows], filled=None, flat=None)
 
 
 def teach(y: Tensor, plan: Slots, router: TopTokens, tokens: Tokens) -> Tensor:

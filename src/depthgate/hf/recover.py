@@ -25,12 +25,12 @@ from depthgate.data.batches import Packed, Rows
 from depthgate.device import count_flops
 from depthgate.errors import DepthgateError, installed
 from depthgate.flops import budget
-from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans, dense_of
+from depthgate.hf.adapter import HFLanguageModel, cast, collected_plans
 from depthgate.hf.card import write_card
 from depthgate.hf.classes import ROUTER
-from depthgate.hf.conversion import calibration_inputs, save, set_capacity, watched
+from depthgate.hf.conversion import calibration_inputs, save, set_capacity, to_dense, watched
 from depthgate.hf.families import decoder_layers
-from depthgate.hf.folder import copy_tokenizer, find_tokenizer
+from depthgate.hf.folder import copy_tokenizer, find_tokenizer, load
 from depthgate.hf.layer import RoutedLayer, routed_layers
 from depthgate.ops.loss import linear_cross_entropy, linear_distillation
 from depthgate.routing import Plans, Predictor, Threshold, TopTokens, routed_share
@@ -87,7 +87,8 @@ class Recovery:
         """The dense model to learn from, if the configuration asks for one."""
         if self.config.loss != "distillation":
             return None
-        dense = dense_of(Path(self.config.teacher or self.config.model))
+        dense = load(Path(self.config.teacher or self.config.model))
+        dense = to_dense(dense) if routed_layers(dense) else dense
         its, own = dense.config.vocab_size, self.model.config.vocab_size
         if its != own:
             raise DepthgateError(f"the teacher has {its} ids, the model {own}: they must have one vocabulary")
@@ -231,7 +232,7 @@ def calibrate(model: Any, batch: Any) -> None:
     inputs, mask = calibration_inputs(model, batch)
     call = {**inputs, "use_cache": False, "causal_routing": False}
     with _all_dense(model, layers) as seen:
-        model(**call)
+        model.base_model(**call)
     starts = inputs.get("position_ids")
     first = mask.cumsum(1) == 1 if starts is None else (mask.cumsum(1) == 1) | (starts == 0)
     _check_finite(layers, seen, mask.flatten())
@@ -239,7 +240,7 @@ def calibrate(model: Any, batch: Any) -> None:
     _calibrate(layers, seen, mask.flatten(), (mask & first).flatten(), fit=True)
     unscale_routers(layers)
     with watched(model, ()), collected_plans(model, lambda plan: plan.scores) as found:
-        model(**call)  # each layer now gets what the routed ones before it leave
+        model.base_model(**call)  # each layer now gets what the routed ones before it leave
     for layer, (scores,) in zip(layers, found, strict=True):
         middle = _between(scores[mask.to(scores.device)].flatten(), layer.depth_router.capacity)
         layer.depth_router.proj.bias.sub_(middle)
