@@ -170,6 +170,19 @@ def test_autocast_loses_no_small_weights(dtype):
         assert (mine - wanted).norm() < 0.01 * wanted.norm()
 
 
+def test_functional_gradients_are_those_of_a_backward_pass():
+    layer, x, mask = SoftMoE(8, 5, 3).double(), torch.randn(2, 5, 8, dtype=F64, requires_grad=True), operands()[3]
+    weights = dict(layer.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(layer, weights, (x,), {"mask": mask})[0].square().sum()
+
+    of_weights, of_x = torch.func.grad(loss, (0, 1))(weights, x)
+    loss(weights, x).backward()
+    for mine, weight in zip((of_x, *of_weights.values()), (x, *weights.values()), strict=True):
+        close(mine, weight.grad)
+
+
 def test_compiled_as_one_graph_it_is_the_same_under_autocast():
     layer, x = SoftMoE(8, 5, 3), torch.randn(2, 7, 8, requires_grad=True)
     mask, of, found = torch.arange(7) < torch.tensor([[7], [4]]), (x, *layer.parameters()), []
