@@ -70,6 +70,13 @@ def test_five_and_five_steps_equal_ten(tmp_path, data, options):
     assert [row["loss"] for row in rows(tmp_path / "whole")] == [row["loss"] for row in rows(tmp_path / "parts")]
 
 
+def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, data, capsys):
+    assert train(tmp_path / "run", data, 2) == 0
+    np.savez(data, **{**np.load(data), "classes": np.array(["red", "blue"])})
+    assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--steps=3"]) == 2
+    assert f"{data} has changed since step 2" in capsys.readouterr().err
+
+
 def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     run = tmp_path / "run"
     assert train(run, data, 80, "--smoothing=0", "--flip=false", "--crop=0") == 0
