@@ -140,9 +140,13 @@ def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
     with pytest.warns(DepthgateWarning, match=r"a\.png is not an image"):
         assert main(view) == 2
     assert "whose first 1 files are no images" in capsys.readouterr().err
-    Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / "b.png")
+    wanted = ["b.png", "cat/b.png", *(f"dog{'x' * 90}{c}{'x' * 90}/b.png" for c in "yz")]  # alike, once cut to be shown
+    for name in wanted:
+        (tmp_path / "pictures" / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / name)
     assert main([*view, "--json"]) == 0
-    assert [image["image"] for image in json.loads(capsys.readouterr().out)["images"]] == ["b.png"]
+    assert [image["image"] for image in json.loads(capsys.readouterr().out)["images"]] == wanted
+    assert (tmp_path / "a.html").read_text().count("taken for") == 4  # pictures that look alike, each once
 
 
 def test_a_pretrained_model_is_trained_on(tmp_path, data, capsys):
@@ -174,6 +178,9 @@ def test_a_pretrained_model_is_trained_on(tmp_path, data, capsys):
     assert main(["train", "--resume", f"--out={run}", "--steps=2"]) == 0
     assert main(["train", *options, "--model.layers=3", f"--out={tmp_path / 'other'}"]) == 2
     assert "layers is 3, that of the model 2" in capsys.readouterr().err
+    np.savez(grey := tmp_path / "grey.npz", x=np.load(data)["x_train"][..., 0], y=np.load(data)["y_train"])
+    assert main(["train", *options, f"--data={grey}", f"--out={tmp_path / 'other'}"]) == 2
+    assert "has images of 1 channels, and" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

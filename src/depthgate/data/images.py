@@ -198,7 +198,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) -> tuple[list[str], Tensor]:
-    """Names and pixels (N, channels, height, width) of the first images of a folder, whatever their classes; files that
+    """Names in a folder and pixels (N, channels, height, width) of its first images, whatever their classes; files that
     are no images are left out, with a warning."""
     files = image_files(Path(folder))[:most]
     if not files:
@@ -208,7 +208,7 @@ def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) ->
     if not len(kept):
         raise DepthgateError(f"images is {folder}, whose first {len(files)} files are no images: remove them")
     grey = pixels.float().mean(1, keepdim=True).round().to(torch.uint8)
-    return [files[i].name for i in kept], grey if channels == 1 else pixels
+    return [str(files[i].relative_to(folder)) for i in kept], grey if channels == 1 else pixels
 
 
 def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
