@@ -77,6 +77,15 @@ def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, data, capsys
     assert f"{data} has changed since step 2" in capsys.readouterr().err
 
 
+def test_the_report_of_a_run_with_mod_speaks_of_no_causal_rule(tmp_path, data):
+    """Layers of images take the top k, in training and after it."""
+    assert train(tmp_path / "run", data, 80, "--model.pattern=dense,mod") == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert f"{rows(tmp_path / 'run')[-1]['held_out_accuracy']:.2%}" in text
+    assert "Causal share" not in text
+    assert "by the causal rule" not in text
+
+
 def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     run = tmp_path / "run"
     assert train(run, data, 80, "--smoothing=0", "--flip=false", "--crop=0") == 0

@@ -8,14 +8,7 @@ from torch import Tensor, nn
 
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
-from depthgate.ops.rows import (
-    check_per_token,
-    check_tokens,
-    flat_index,
-    inverse_for_gathering,
-    shaped,
-    take_rows,
-)
+from depthgate.ops.rows import check_per_token, check_tokens, flat_index, inverse_for_gathering, shaped, take_rows
 from depthgate.ops.select import choose, compact, few_launches, limits_of, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from

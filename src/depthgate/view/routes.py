@@ -333,10 +333,7 @@ def check_grid(grid: Any, prefix: Any, tokens: int) -> None:
         return
     if not isinstance(grid, Sequence) or len(grid) != 2:
         raise InvalidValueError(f"grid is {grid!r}: it must be rows and columns, such as (14, 14)")
-    rows, columns = (
-        check_count(side, name) for side, name in zip(grid, ("rows of grid", "columns of grid"), strict=True)
-    )
+    rows, columns = check_count(grid[0], "rows of grid"), check_count(grid[1], "columns of grid")
     if rows * columns + prefix != tokens:
-        raise InvalidValueError(
-            f"grid is {grid}, prefix {prefix}, but there are {tokens} tokens: rows * columns + prefix must be as many"
-        )
+        what = f"grid is {grid}, prefix {prefix}, but there are {tokens} tokens"
+        raise InvalidValueError(f"{what}: rows * columns + prefix must be as many")
