@@ -215,11 +215,9 @@ def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequenc
     named = {name.lower(): path for name, path in _folders(folder).items()}
     splits = [named[name] for name in _SPLITS if name in named]
     if splits and "train" not in named and not whole:
-        what = f"{folder} has a folder {splits[0].name}, but no folder train"
-        raise DepthgateError(f"{what}: add it, or rename the other")
+        raise DepthgateError(f"{folder} has a folder {splits[0].name}, but no folder train: add it, or rename that one")
     train, held_out = named.get("train", folder), next(filter(None, map(_folders, splits)), {})
-    # Splits alone are no classes.
-    classes = held_out if whole and held_out and len(splits) == len(named) else _folders(train)
+    classes = held_out if whole and held_out and len(splits) == len(named) else _folders(train)  # splits are none
     held_out = held_out if "train" in named else {}
     if not classes:
         what = "images, but no folder for each class" if image_files(folder) else "no images"
