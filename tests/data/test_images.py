@@ -4,6 +4,7 @@ import gc
 import gzip
 import io
 import shutil
+import struct
 import warnings
 
 import numpy as np
@@ -274,6 +275,9 @@ def test_photographs_are_upright(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
             lying.save(tmp_path / split / name / "0.jpg", exif=note)
     Image.fromarray(upright).save(tmp_path / "train" / "b" / "1.png", exif=b"Exif\0\0damaged")
+    # The maker's name is a fraction, which says nothing against the note of how the camera was held.
+    fields = struct.pack("<HHHIIHHIII", 2, 0x010F, 5, 1, 38, 0x0112, 3, 1, 6, 0) + struct.pack("<II", 3, 2)
+    lying.save(tmp_path / "train" / "b" / "2.jpg", exif=b"Exif\0\0II*\0\x08\0\0\0" + fields)
     seen = open_images(str(tmp_path), size=(40, 20))[0].pixels.float()
     assert seen[:, :, :18].mean() > 250
     assert seen[:, :, 22:].mean() < 5

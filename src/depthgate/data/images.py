@@ -25,6 +25,7 @@ from depthgate.errors import DepthgateError, installed, warn_once
 from depthgate.vision import ImagesConfig
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF's orientation -> Pillow's transposition
 _HELD_OUT = 10  # where there is no test split, one image of this many is held out
 _SPLITS = ("test", "val", "valid", "validation")
 # Names of arrays in .npz files: of the images of a split, and of their labels.
@@ -173,8 +174,9 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) ->
 def _colours(image: Any) -> Any:
     """An image of Pillow as it is to be seen, in RGB, a byte each. Pillow itself would cut 16 bits off at 255."""
     deep = image.mode[:2] == "I;" or (image.mode == "I" and image.format in ("PNG", "PPM"))  # whose values are of 16
-    with suppress(SyntaxError):  # of damaged notes on how the camera was held
-        image = installed("PIL.ImageOps", "images").exif_transpose(image)
+    image.load()  # which finds the notes of some formats
+    with suppress(Exception):  # without a note on how the camera was held, or with a damaged one
+        image = image.transpose(_UPRIGHT[image.getexif()[274]])
     if image.mode in ("I", "F") and not deep:
         raise ValueError(f"it has 32 bits a pixel, mode {image.mode}")
     return (image.convert("I").point(lambda i: i / 256).convert("L") if deep else image).convert("RGB")

@@ -56,9 +56,8 @@ def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
     asked = None if config.model.image is None else config.model.size
     train, held_out = open_images(config.data, asked, config.corrupt)
     _, channels, *size = train.pixels.shape
-    if config.pretrained is not None and channels != config.model.channels:
-        what = f"{config.data} has images of {channels} channels, and {config.pretrained} reads {config.model.channels}"
-        raise DepthgateError(f"{what}: give other images, or leave --pretrained out")
+    if config.pretrained is not None and channels != (reads := config.model.channels):
+        raise DepthgateError(f"{config.data} has {channels} channels, {config.pretrained} reads {reads}: give others")
     config = config.with_data((size[0], size[1]), channels, len(train.names))
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(train.labels) / config.batch))
