@@ -87,6 +87,18 @@ def test_one_exponential_serves_the_largest_scale():
     close(plan.back.flatten(2), logits.softmax(2))
 
 
+def test_a_scale_beyond_the_largest_has_the_gradient_of_the_largest():
+    """It would else stay there for good: one that starts at 40 is beyond it after a step."""
+    x, grads = torch.randn(2, 7, 8, dtype=F64), []
+    layer = SoftMoE(8, 3, 2, scale=40.0).double()
+    for scale in (40.0, 40.5, 1000.0):
+        torch.nn.init.constant_(layer.router.scale, scale)
+        grads.append(torch.autograd.grad(layer(x)[0].square().sum(), layer.router.scale)[0])
+    assert grads[0] != 0
+    close(grads[1], grads[0])
+    close(grads[2], grads[0])
+
+
 def test_products_in_bfloat16_are_near_those_in_float32():
     layer = SoftMoE(32, 4, 2, scale=8.0)
     x = torch.randn(2, 9, 32)
