@@ -252,6 +252,7 @@ def test_models_that_are_not_plain_vits_are_refused(tmp_path):
         ),
         (lambda: of_timm(act_layer=lambda: torch.nn.GELU("tanh")), r"with GELU\(approximate='tanh'\)"),
         (lambda: of_timm(init_values=0.1), "ls1"),
+        (lambda: of_timm(mlp_layer=vision.package("timm").layers.GluMlp), r"ffn\.down\.weight"),
         (lambda: of_timm(global_pool="max"), "global_pool='max'"),
         (lambda: of_timm(global_pool="map", class_token=False), "global_pool='map'"),
         (lambda: of_timm(global_pool="avg", fc_norm=False), "a norm before its mean"),

@@ -388,7 +388,8 @@ def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
     config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
     with torch.device("meta"):
         known = ViT(config).state_dict()
-    odd = sorted(found.keys() ^ (known.keys() - {"pixel_mean", "pixel_std"})) + [act] * (act not in _GELU)
+    shapes, wanted = ({(name, each.shape) for name, each in of.items()} for of in (found, known))
+    odd = sorted(n for n, _ in shapes ^ wanted if n not in ("pixel_mean", "pixel_std")) + [act] * (act not in _GELU)
     early = ["a norm before its mean"] * (pool == "avg" and "fc_norm.weight" not in model.state_dict())
     early += ["class and registers in its mean"] * (pool == "avg" and getattr(model, "pool_include_prefix", False))
     # Blocks with the same weights may have another order, as ResPostBlock of timm has.

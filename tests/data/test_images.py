@@ -3,6 +3,8 @@
 import gc
 import gzip
 import io
+import shutil
+import struct
 import warnings
 
 import numpy as np
@@ -64,6 +66,14 @@ def test_layouts_of_npz_files(tmp_path, layout):
     assert train.names == (["a", "b", "c"] if "classes" in layout() else ["0", "1", "2"])
 
 
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_channels_come_first_or_last(tmp_path, channels):
+    last = RANDOM.integers(0, 256, (24, 8, 6, channels), np.uint8)
+    for x in (last, last.transpose(0, 3, 1, 2)):
+        pixels = open_images(saved(tmp_path, x=x, y=LABELS), whole=True)[1].pixels
+        assert torch.equal(pixels, torch.from_numpy(last).permute(0, 3, 1, 2))
+
+
 def test_grey_images_without_a_split_are_split_and_resized(tmp_path):
     train, held_out = open_images(saved(tmp_path, x=PIXELS[..., 0], y=LABELS), size=(3, 2))
     assert train.pixels.shape[1:] == (1, 3, 2)
@@ -106,6 +116,9 @@ def test_folders_whose_test_images_have_no_classes_and_whole_folders(tmp_path):
     Image.fromarray(PIXELS[0]).save(tmp_path / "test" / "0.png")
     assert len(open_images(str(tmp_path), size=(6, 4))[1].labels) == 4  # of val
     assert open_images(str(tmp_path / "val"), size=(6, 4), whole=True)[1].labels.tolist() == [0, 0, 1, 1]
+    assert open_images(str(tmp_path / "val"), size=(6, 4), whole=True)[1].names == ["cat", "dog"]
+    shutil.rmtree(tmp_path / "train")
+    assert open_images(str(tmp_path), size=(6, 4), whole=True)[1].names == ["cat", "dog"]  # of val, and not val itself
     assert len(open_images(saved(tmp_path, x=PIXELS, y=LABELS), whole=True)[1].labels) == 24
 
 
@@ -114,12 +127,15 @@ def test_images_of_all_kinds_of_pixels_and_sizes(tmp_path):
     (tmp_path / "a").mkdir()
     deep = np.array([[0, 255, 256, 65535], [1, 511, 32768, 40000]], np.uint16)
     Image.fromarray(deep).save(tmp_path / "a" / "deep.png")
+    Image.fromarray(deep).save(tmp_path / "a" / "deep.tif")
+    Image.fromarray(deep.astype(">u2")).save(tmp_path / "a" / "other_end.tif")
+    (tmp_path / "a" / "deep.pgm").write_bytes(b"P5\n4 2\n65535\n" + deep.astype(">u2").tobytes())
     pixels = open_images(str(tmp_path), size=(2, 4), whole=True)[1].pixels
-    assert torch.equal(pixels, torch.from_numpy((deep >> 8).astype(np.uint8)).expand(1, 3, 2, 4))
+    assert torch.equal(pixels, torch.from_numpy((deep >> 8).astype(np.uint8)).expand(4, 3, 2, 4))
     for i, mode in enumerate(("L", "RGBA", "P", "1", "CMYK")):
         Image.fromarray(PIXELS[i]).resize((11 + 2 * i, 47 - 6 * i)).convert(mode).save(tmp_path / "a" / f"{i}.tif")
     for size in ((28, 28), (7, 31), (47, 11)):
-        assert open_images(str(tmp_path), size=size, whole=True)[1].pixels.shape == (6, 3, *size)
+        assert open_images(str(tmp_path), size=size, whole=True)[1].pixels.shape == (9, 3, *size)
     Image.fromarray(deep.astype(np.float32)).save(tmp_path / "a" / "z.tif")
     with pytest.raises(DepthgateError, match=r"z\.tif .*32 bits a pixel"):
         open_images(str(tmp_path))
@@ -143,7 +159,7 @@ def test_files_of_mnist(tmp_path):
     assert held_out.labels.tolist() == LABELS[18:].tolist()
     assert held_out.names == ["0", "1", "2"]
     path.write_bytes(path.read_bytes()[:9])
-    with pytest.raises(DepthgateError, match="cannot be read as a file of arrays"):
+    with pytest.raises(DepthgateError, match=r"/t10k-labels-idx1-ubyte\.gz cannot be read .*: give a whole one"):
         open_images(str(tmp_path))
     for path in tmp_path.glob("train-labels*"):
         path.rename(tmp_path / "labels")
@@ -161,6 +177,10 @@ def test_corrupt_images_are_named_and_skipped_if_asked(tmp_path):
         open_images(str(tmp_path), size=(6, 4))
     with pytest.warns(DepthgateWarning, match=r"bad\.png .*left out"):
         assert open_images(str(tmp_path), size=(6, 4), corrupt="skip")[0].labels.tolist() == [0, 0, 1, 1]
+    bad.unlink()
+    bad.symlink_to(tmp_path / "moved.png")
+    with pytest.raises(DepthgateError, match=r"cat/bad\.png is not an image .*No such file"):
+        open_images(str(tmp_path), size=(6, 4))
     arrays = packed(PIXELS[:18], LABELS[:18], "train") | packed(PIXELS[18:], LABELS[18:], "test")
     arrays["train_jpeg"] = arrays["train_jpeg"].copy()
     arrays["train_jpeg"][:20] = 0
@@ -175,7 +195,7 @@ REFUSED = {
     "a label below 0": (X | {"y_train": LABELS - 1}, "the label -1"),
     "a label too high": (X | {"classes": np.array(["a", "b"])}, "the label 2, and there are 2 classes"),
     "one class": ({"x": PIXELS, "y": LABELS * 0}, "has one class"),
-    "a class without images": (X | {"y_train": LABELS // 2 * 2}, "no image of class 1 to train on"),
+    "a class without images": (X | {"y_train": LABELS // 2 * 2}, "has 3 classes, and no image of class 1 to train on"),
     "labels of another number": (X | {"y_train": LABELS[:5]}, r"for 24 images: give a whole number"),
     "labels that are not whole": (X | {"y_train": LABELS / 2}, "labels float64"),
     "images that are not bytes": (X | {"x_train": PIXELS / 255}, "images float64"),
@@ -255,6 +275,9 @@ def test_photographs_are_upright(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
             lying.save(tmp_path / split / name / "0.jpg", exif=note)
     Image.fromarray(upright).save(tmp_path / "train" / "b" / "1.png", exif=b"Exif\0\0damaged")
+    # The maker's name is a fraction, which says nothing against the note of how the camera was held.
+    fields = struct.pack("<HHHIIHHIII", 2, 0x010F, 5, 1, 38, 0x0112, 3, 1, 6, 0) + struct.pack("<II", 3, 2)
+    lying.save(tmp_path / "train" / "b" / "2.jpg", exif=b"Exif\0\0II*\0\x08\0\0\0" + fields)
     seen = open_images(str(tmp_path), size=(40, 20))[0].pixels.float()
     assert seen[:, :, :18].mean() > 250
     assert seen[:, :, 22:].mean() < 5

@@ -87,6 +87,18 @@ def test_one_exponential_serves_the_largest_scale():
     close(plan.back.flatten(2), logits.softmax(2))
 
 
+def test_a_scale_beyond_the_largest_has_the_gradient_of_the_largest():
+    """It would else stay there for good: one that starts at 40 is beyond it after a step."""
+    x, grads = torch.randn(2, 7, 8, dtype=F64), []
+    layer = SoftMoE(8, 3, 2, scale=40.0).double()
+    for scale in (40.0, 40.5, 1000.0):
+        torch.nn.init.constant_(layer.router.scale, scale)
+        grads.append(torch.autograd.grad(layer(x)[0].square().sum(), layer.router.scale)[0])
+    assert grads[0] != 0
+    close(grads[1], grads[0])
+    close(grads[2], grads[0])
+
+
 def test_products_in_bfloat16_are_near_those_in_float32():
     layer = SoftMoE(32, 4, 2, scale=8.0)
     x = torch.randn(2, 9, 32)
@@ -168,6 +180,19 @@ def test_autocast_loses_no_small_weights(dtype):
     assert (found - exact).norm() < 0.01 * exact.norm()
     for mine, wanted in zip(grads, torch.autograd.grad(exact.sum(), of), strict=True):
         assert (mine - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_functional_gradients_are_those_of_a_backward_pass():
+    layer, x, mask = SoftMoE(8, 5, 3).double(), torch.randn(2, 5, 8, dtype=F64, requires_grad=True), operands()[3]
+    weights = dict(layer.named_parameters())
+
+    def loss(weights, x):
+        return torch.func.functional_call(layer, weights, (x,), {"mask": mask})[0].square().sum()
+
+    of_weights, of_x = torch.func.grad(loss, (0, 1))(weights, x)
+    loss(weights, x).backward()
+    for mine, weight in zip((of_x, *of_weights.values()), (x, *weights.values()), strict=True):
+        close(mine, weight.grad)
 
 
 def test_compiled_as_one_graph_it_is_the_same_under_autocast():

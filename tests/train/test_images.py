@@ -70,6 +70,22 @@ def test_five_and_five_steps_equal_ten(tmp_path, data, options):
     assert [row["loss"] for row in rows(tmp_path / "whole")] == [row["loss"] for row in rows(tmp_path / "parts")]
 
 
+def test_a_run_does_not_go_on_with_classes_of_other_names(tmp_path, data, capsys):
+    assert train(tmp_path / "run", data, 2) == 0
+    np.savez(data, **{**np.load(data), "classes": np.array(["red", "blue"])})
+    assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--steps=3"]) == 2
+    assert f"{data} has changed since step 2" in capsys.readouterr().err
+
+
+def test_the_report_of_a_run_with_mod_speaks_of_no_causal_rule(tmp_path, data):
+    """Layers of images take the top k, in training and after it."""
+    assert train(tmp_path / "run", data, 80, "--model.pattern=dense,mod") == 0
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert f"{rows(tmp_path / 'run')[-1]['held_out_accuracy']:.2%}" in text
+    assert "Causal share" not in text
+    assert "by the causal rule" not in text
+
+
 def test_a_run_learns_is_measured_loaded_and_shown(tmp_path, data, capsys):
     run = tmp_path / "run"
     assert train(run, data, 80, "--smoothing=0", "--flip=false", "--crop=0") == 0
@@ -133,9 +149,13 @@ def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
     with pytest.warns(DepthgateWarning, match=r"a\.png is not an image"):
         assert main(view) == 2
     assert "whose first 1 files are no images" in capsys.readouterr().err
-    Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / "b.png")
+    wanted = ["b.png", "cat/b.png", *(f"dog{'x' * 90}{c}{'x' * 90}/b.png" for c in "yz")]  # alike, once cut to be shown
+    for name in wanted:
+        (tmp_path / "pictures" / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "pictures" / name)
     assert main([*view, "--json"]) == 0
-    assert [image["image"] for image in json.loads(capsys.readouterr().out)["images"]] == ["b.png"]
+    assert [image["image"] for image in json.loads(capsys.readouterr().out)["images"]] == wanted
+    assert (tmp_path / "a.html").read_text().count("taken for") == 4  # pictures that look alike, each once
 
 
 def test_a_pretrained_model_is_trained_on(tmp_path, data, capsys):
@@ -167,6 +187,9 @@ def test_a_pretrained_model_is_trained_on(tmp_path, data, capsys):
     assert main(["train", "--resume", f"--out={run}", "--steps=2"]) == 0
     assert main(["train", *options, "--model.layers=3", f"--out={tmp_path / 'other'}"]) == 2
     assert "layers is 3, that of the model 2" in capsys.readouterr().err
+    np.savez(grey := tmp_path / "grey.npz", x=np.load(data)["x_train"][..., 0], y=np.load(data)["y_train"])
+    assert main(["train", *options, f"--data={grey}", f"--out={tmp_path / 'other'}"]) == 2
+    assert f"{grey} has 1 channels, " in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 

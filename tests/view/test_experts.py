@@ -325,6 +325,11 @@ def test_patches_after_a_prefix(tmp_path):
     plans.save_page(tmp_path / "page.html", grid=(3, 4), prefix=1, image=image, title="my image")
     data = page_data(tmp_path / "page.html", "image")
     assert (data["width"], data["height"], len(base64.b64decode(data["rgb"]))) == (160, 12, 160 * 12 * 3)
+    dark = torch.randint(3, 60, (3, 6, 8), dtype=torch.uint8)  # bytes are shown as they are
+    plans.save_page(tmp_path / "page.html", grid=(3, 4), prefix=1, image=dark)
+    assert [*base64.b64decode(page_data(tmp_path / "page.html", "image")["rgb"])] == dark.movedim(
+        0, -1
+    ).flatten().tolist()
     figure = plans.plot(grid=(3, 4), prefix=1, image=image, title="my image")
     assert figure.get_suptitle() == "my image"
     assert [len(axes.images) for axes in figure.axes[:3]] == [2, 2, 2]  # the image, and what lies over it

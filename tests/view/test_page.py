@@ -74,6 +74,7 @@ def test_a_kind_has_one_colour_everywhere() -> None:
         "random": "random",
         "x": "dense",
     }
+    names |= dict.fromkeys(("soft_moe", "uniform", "uniform_dispatch", "uniform_combine:slots=2"), "soft")
     assert {name: pages.kind_of(name) for name in names} == names
     assert pages.looks(["mod", "dense", "mod", "mod"]) == [("mod", 0), ("dense", 0), ("mod", 0.5), ("mod", -0.3)]
     assert len({pages.colour(kind) for kind in pages.KINDS}) == len(pages.KINDS)

@@ -25,6 +25,7 @@ from depthgate.errors import DepthgateError, installed, warn_once
 from depthgate.vision import ImagesConfig
 
 _ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_UPRIGHT = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}  # EXIF's orientation -> Pillow's transposition
 _HELD_OUT = 10  # where there is no test split, one image of this many is held out
 _SPLITS = ("test", "val", "valid", "validation")
 # Names of arrays in .npz files: of the images of a split, and of their labels.
@@ -65,9 +66,8 @@ def open_images(data: str, size: _Size = None, corrupt: str = "refuse", whole: b
     if not whole and len(names) < 2:
         raise DepthgateError(f"{data} has one class: there is nothing to learn from fewer than two")
     if not whole and (missing := sorted({*range(len(names))} - {*pairs[0][1].tolist()})):
-        raise DepthgateError(
-            f"{data} has no image of class {names[missing[0]]} to train on: leave it out, or give some"
-        )
+        what = f"{data} has {len(names)} classes, and no image of class {names[missing[0]]} to train on"
+        raise DepthgateError(f"{what}: leave it out, or give some")
     train, held_out = (Images(x if size in (None, x.shape[2:]) else _resized(x, size), y, names) for x, y in pairs)
     return train, held_out
 
@@ -78,13 +78,16 @@ def _resized(pixels: Tensor, size: Any) -> Tensor:
 
 
 def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
-    try:
-        if not path.is_dir():
-            zipfile.ZipFile(path).close()  # since np.load takes other files, too
-        arrays = _mnist(path) if path.is_dir() else {k: np.atleast_1d(v) for k, v in np.load(path).items()}
-    except Exception as error:  # zipfile and NumPy raise many kinds
-        why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)[:100]
-        raise DepthgateError(f"{path} cannot be read as a file of arrays ({why}): save plain arrays, as .npz") from None
+    arrays, of_mnist = dict[str, Any](), path.is_dir()
+    for file in path.glob("*idx[13]-ubyte*") if of_mnist else [path]:
+        try:
+            if not of_mnist:
+                zipfile.ZipFile(file).close()  # since np.load takes other files, too
+            arrays |= _mnist(file) if of_mnist else {k: np.atleast_1d(v) for k, v in np.load(file).items()}
+        except Exception as error:  # gzip, zipfile and NumPy raise many kinds
+            why = "it holds Python objects" if "allow_pickle" in str(error) else str(error)[:100]
+            what = f"{file} cannot be read as a file of arrays ({why})"
+            raise DepthgateError(f"{what}: give a whole one of plain arrays") from None
     train, *others = (_split(path, arrays, name, size, skip) for name in ("train", *_SPLITS))
     held_out = next(filter(None, others), None)
     if train is None and not (whole and held_out):
@@ -101,16 +104,13 @@ def _npz(path: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pa
     return pairs, [each.decode(errors="replace") if isinstance(each, bytes) else str(each) for each in names]
 
 
-def _mnist(folder: Path) -> dict[str, Any]:
-    """The arrays of a folder with the files of MNIST, packed or not."""
-    arrays = {}
-    for path in folder.glob("*idx[13]-ubyte*"):
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            data = bytearray(file.read())
-        shape = np.frombuffer(data, ">i4", data[3], 4)
-        name = path.name.partition("idx")[0][:-1].replace("t10k", "test").replace("-", "_")
-        arrays[name] = np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)
-    return arrays
+def _mnist(path: Path) -> dict[str, Any]:
+    """The array of a file of MNIST, packed or not, by its name."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+        data = bytearray(file.read())
+    shape = np.frombuffer(data, ">i4", data[3], 4)
+    name = path.name.partition("idx")[0][:-1].replace("t10k", "test").replace("-", "_")
+    return {name: np.frombuffer(data, np.uint8, offset=4 + shape.nbytes).reshape(shape)}
 
 
 def _split(path: Path, arrays: dict[str, Any], split: str, size: _Size, skip: bool) -> _Pair | None:
@@ -127,8 +127,9 @@ def _pair(path: Path, x: Any, y: Any) -> _Pair:
         raise DepthgateError(f"{path} has labels {y.dtype} {y.shape} for {len(x)} images: give a whole number for each")
     if x.dtype != np.uint8 or x.ndim not in (3, 4):
         raise DepthgateError(f"{path} has images {x.dtype} {x.shape}: they must be uint8 (N, height, width, channels)")
-    first = x.ndim == 4 and x.shape[1] in (1, 3) and x.shape[3] not in (1, 3)  # channels first
-    x = x[:, None] if x.ndim == 3 else x if first else x.transpose(0, 3, 1, 2)
+    x = x[..., None] if x.ndim == 3 else x
+    first = x.shape[3] not in (1, 3) and (x.shape[1] in (1, 3) or x.shape[1] <= 4 < x.shape[3])  # channels come first
+    x = x if first else x.transpose(0, 3, 1, 2)
     return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(y.reshape(-1).astype(np.int64))
 
 
@@ -172,11 +173,13 @@ def _decoded(files: Sequence[_File], labels: Tensor, size: _Size, skip: bool) ->
 
 def _colours(image: Any) -> Any:
     """An image of Pillow as it is to be seen, in RGB, a byte each. Pillow itself would cut 16 bits off at 255."""
-    with suppress(SyntaxError):  # of damaged notes on how the camera was held
-        image = installed("PIL.ImageOps", "images").exif_transpose(image)
-    if image.mode in ("I", "F"):
+    deep = image.mode[:2] == "I;" or (image.mode == "I" and image.format in ("PNG", "PPM"))  # whose values are of 16
+    image.load()  # which finds the notes of some formats
+    with suppress(Exception):  # without a note on how the camera was held, or with a damaged one
+        image = image.transpose(_UPRIGHT[image.getexif()[274]])
+    if image.mode in ("I", "F") and not deep:
         raise ValueError(f"it has 32 bits a pixel, mode {image.mode}")
-    return (image.point(lambda i: i / 256, "L") if image.mode[0] == "I" else image).convert("RGB")
+    return (image.convert("I").point(lambda i: i / 256).convert("L") if deep else image).convert("RGB")
 
 
 def _fitted(image: Any, size: tuple[int, int]) -> Any:
@@ -191,12 +194,13 @@ def _fitted(image: Any, size: tuple[int, int]) -> Any:
 
 def image_files(folder: Path) -> list[Path]:
     """The image files of a folder and of those in it, by name, without hidden ones."""
-    found = (path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS and path.is_file())
+    named = (path for path in folder.rglob("*") if path.suffix.lower() in _ENDINGS)
+    found = (path for path in named if path.is_file() or not path.exists())  # a link to nothing is to be told of
     return sorted(path for path in found if not any(part[0] == "." for part in path.relative_to(folder).parts))
 
 
 def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) -> tuple[list[str], Tensor]:
-    """Names and pixels (N, channels, height, width) of the first images of a folder, whatever their classes; files that
+    """Names in a folder and pixels (N, channels, height, width) of its first images, whatever their classes; files that
     are no images are left out, with a warning."""
     files = image_files(Path(folder))[:most]
     if not files:
@@ -206,16 +210,17 @@ def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) ->
     if not len(kept):
         raise DepthgateError(f"images is {folder}, whose first {len(files)} files are no images: remove them")
     grey = pixels.float().mean(1, keepdim=True).round().to(torch.uint8)
-    return [files[i].name for i in kept], grey if channels == 1 else pixels
+    return [str(files[i].relative_to(folder)) for i in kept], grey if channels == 1 else pixels
 
 
 def _folder(folder: Path, size: _Size, skip: bool, whole: bool) -> tuple[Sequence[_Pair], list[str]]:
     named = {name.lower(): path for name, path in _folders(folder).items()}
-    train = named.get("train", folder)
-    splits = [] if train == folder else [_folders(named[name]) for name in _SPLITS if name in named]
-    classes, (held_out, *_) = _folders(train), [*filter(None, splits), {}]
-    if train == folder and not whole and (alone := [named[name].name for name in _SPLITS if name in named]):
-        raise DepthgateError(f"{folder} has a folder {alone[0]}, but no folder train: add it, or rename the other")
+    splits = [named[name] for name in _SPLITS if name in named]
+    if splits and "train" not in named and not whole:
+        raise DepthgateError(f"{folder} has a folder {splits[0].name}, but no folder train: add it, or rename that one")
+    train, held_out = named.get("train", folder), next(filter(None, map(_folders, splits)), {})
+    classes = held_out if whole and held_out and len(splits) == len(named) else _folders(train)  # splits are none
+    held_out = held_out if "train" in named else {}
     if not classes:
         what = "images, but no folder for each class" if image_files(folder) else "no images"
         raise DepthgateError(f"data is {folder}, which holds {what}: it must hold a folder of images for each class")

@@ -60,14 +60,17 @@ def _inverse_length(x: Tensor) -> Tensor:
 
 class _Exponentials(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
+    def forward(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
         # Not in place: compiled by torch 2.11, gradients would then be zero.
         weights = torch.addcmul(-bound, _product(x, slots), _inverse_length(x)).exp()
         if valid is not None:
             weights = torch.where(valid[..., None], weights, 0.0)
-        weights = _in(x.dtype, weights)
-        ctx.save_for_backward(x, slots, weights, bound)
-        return weights
+        return _in(x.dtype, weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, slots, bound, _ = inputs
+        ctx.save_for_backward(x, slots, output, bound)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -84,9 +87,12 @@ class _Exponentials(torch.autograd.Function):
 
 class _Means(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, x: Tensor) -> Tensor:
-        ctx.save_for_backward(weights, x)
+    def forward(weights: Tensor, x: Tensor) -> Tensor:
         return torch.bmm(_in(x.dtype, weights * _inverse_sums(weights)), x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:

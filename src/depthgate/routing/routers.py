@@ -363,8 +363,8 @@ class SoftSlots(nn.Module):
         dtype = working_dtype(x)
         with torch.autocast(x.device.type, enabled=False):
             tokens = x.to(dtype) if valid is None else torch.where(valid[..., None], x, 0.0).to(dtype)
-            phi = self.phi.to(torch.promote_types(dtype, torch.float32))
-            scale = self.scale.to(phi.dtype).clamp(-MOST, MOST)
+            phi, scale = (each.to(torch.promote_types(dtype, torch.float32)) for each in (self.phi, self.scale))
+            scale = scale + (scale.clamp(-MOST, MOST) - scale).detach()  # beyond it, too, a gradient leads back
             slots = scale * phi * torch.rsqrt(phi.square().sum(0, keepdim=True) + 1e-12)
             weights = soft_exponentials(tokens, slots.to(dtype), scale.detach().abs(), valid)
         weights = shaped(weights, *x.shape[:2], self.num_experts, self.slots_per_expert)

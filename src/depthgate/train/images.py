@@ -56,6 +56,8 @@ def fitted(config: ImagesConfig) -> tuple[ImagesConfig, Images, Images]:
     asked = None if config.model.image is None else config.model.size
     train, held_out = open_images(config.data, asked, config.corrupt)
     _, channels, *size = train.pixels.shape
+    if config.pretrained is not None and channels != (reads := config.model.channels):
+        raise DepthgateError(f"{config.data} has {channels} channels, {config.pretrained} reads {reads}: give others")
     config = config.with_data((size[0], size[1]), channels, len(train.names))
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * len(train.labels) / config.batch))
@@ -132,7 +134,7 @@ def glance(model: ViT, images: Images, config: ImagesConfig, device: str) -> dic
     with torch.compiler.set_stance("force_eager"), precision(config, device), suppress(DepthgateError):
         found = measure(model, images, config.batch, device)
         row = {"held_out_loss": found["loss"], "held_out_accuracy": found["accuracy"]}
-        return row | {"causal_share": found["routed_share"], "agreement": []}
+        return row | {"causal_share": [], "agreement": []}  # layers of images take the top k, and ask no rule
     return {}
 
 

@@ -178,7 +178,7 @@ def check_found(
         torch.Generator().set_state(found.tensors["rng"]["cpu"])
     except RuntimeError:
         raise damaged(found.path, "does not hold the state of a random number generator") from None
-    if found.state["data"] != new["data"]:
+    if any(found.state[name] != new[name] for name in new.keys() & {"data", "names"}):  # names of classes
         was, run = found.config.get("data"), found.path.parent
         if was != config.data:
             other = f"data is {config.data}, which does not hold what {run} was trained on"

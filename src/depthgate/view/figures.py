@@ -144,10 +144,8 @@ def _draw_patches(found: Decisions, image: Image, part: Any) -> None:
         axes, both = part.add_subplot(-(-len(found.layers) // across), across, place + 1), halves[2 * place :][:2]
         starts = range(prefix, len(found.tokens), wide)
         cells = [cell for i in starts for half in both for cell in half[i : i + wide]]
-        if image.pixels is None:
-            _draw_image(axes, _rgb(cells), image)
-        else:
-            _draw_image(axes, [_veil(cell != _SKIPPED) for cell in cells], image)
+        colours = _rgb(cells) if image.pixels is None else [_veil(cell != _SKIPPED) for cell in cells]
+        _draw_image(axes, colours, image)
         axes.set(xticks=[], yticks=[])
         before = f", prefix {sum(layer.routed[:prefix])} of {prefix}" if prefix else ""
         axes.set_title(f"layer {layer.name}: {layer.routed_share:.0%}{before}", fontsize=8, parse_math=False)

@@ -121,7 +121,7 @@ def table(headers: Sequence[object], rows: Sequence[Sequence[object]], caption: 
 
 def kind_of(text: str) -> str:
     """The kind of a model, by its name or by the pattern of its layers; dense where there is no other word in it."""
-    words = {*re.split("[^a-z_]+", text.replace("soft_moe", "soft"))}
+    words = {*re.split("[^a-z_]+", re.sub("soft_moe|uniform(_dispatch|_combine)?", "soft", text))}
     return next((kind for kind in KINDS if kind in words), "dense")
 
 

@@ -310,13 +310,14 @@ def _each_once(names: Sequence[str]) -> list[str]:
 
 
 def image_of(grid: Grid | None, prefix: int, image: Any) -> Image:
-    """Where tokens lie, and the image itself, a tensor (3 or 1, H, W): smaller, and its values stretched to bytes."""
+    """Where tokens lie, and the image itself, a tensor (3 or 1, H, W): smaller, its floats stretched to bytes."""
     if image is None:
         return Image(grid, prefix)
-    found = torch.as_tensor(image).detach().float().cpu().nan_to_num(0.0, 0.0, 0.0)
+    given = torch.as_tensor(image).detach()
+    found = given.float().cpu().nan_to_num(0.0, 0.0, 0.0)
     if grid is None or found.dim() != 3 or found.shape[0] not in (1, 3) or not found.numel():
         raise InvalidValueError(f"image has the shape {tuple(found.shape)}: give (3, height, width), and a grid")
-    low, high = found.aminmax()
+    low, high = found.new_tensor([0, 255]) if given.dtype is torch.uint8 else found.aminmax()
     share = min(1.0, _MOST_PIXELS / max(found.shape[1:]))  # of both sides: an image keeps its shape
     size = [max(1, round(side * share)) for side in found.shape[1:]]
     small = torch.nn.functional.interpolate(((found - low) / (high - low).clamp(min=1e-9))[None], size, mode="area")[0]
@@ -332,10 +333,7 @@ def check_grid(grid: Any, prefix: Any, tokens: int) -> None:
         return
     if not isinstance(grid, Sequence) or len(grid) != 2:
         raise InvalidValueError(f"grid is {grid!r}: it must be rows and columns, such as (14, 14)")
-    rows, columns = (
-        check_count(side, name) for side, name in zip(grid, ("rows of grid", "columns of grid"), strict=True)
-    )
+    rows, columns = check_count(grid[0], "rows of grid"), check_count(grid[1], "columns of grid")
     if rows * columns + prefix != tokens:
-        raise InvalidValueError(
-            f"grid is {grid}, prefix {prefix}, but there are {tokens} tokens: rows * columns + prefix must be as many"
-        )
+        what = f"grid is {grid}, prefix {prefix}, but there are {tokens} tokens"
+        raise InvalidValueError(f"{what}: rows * columns + prefix must be as many")

@@ -59,7 +59,7 @@ def images_page(title: str, about: object, shown: Sequence[tuple[str, Decisions,
             parts.append(_small_maps(f"patches-{n}", heading, gates, image, names, None, f"-{n}"))
         parts += [*_slot_maps(found.slots, image, f"-{n}"), *warnings(found)]
         if len(parts) > 1:
-            sections[name] = pages.join(parts)
+            sections[f"{name} ({n + 1})" if name in sections else name] = pages.join(parts)
     if len(sections) == 1:  # no layer has a map over an image
         listed = pages.join([pages.paragraph(name) for name, _, _ in shown])
         none = [] if shown[0][1].experts else [pages.fill("no_routing")]

@@ -26,12 +26,7 @@ AXES: dict[str, tuple[tuple[float, str], ...]] = {  # with their units, the larg
     "flops": ((1e18, "EFLOPs"), (1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs")),
     "seconds": ((3600, "hours"), (60, "minutes"), (1, "seconds")),
 }
-_HELD_OUT = (
-    "held_out_loss",
-    "held_out_accuracy",
-    "causal_share",
-    "agreement",
-)  # in some of the rows: figures of held-out text
+_HELD_OUT = ("held_out_loss", "held_out_accuracy", "causal_share", "agreement")  # in some of the rows
 _OF_LAYERS = ("routed_share", "causal_share", "agreement")  # lists, a number for each routed layer
 _COLUMNS = {  # of the table, that want a word
     "tokens/s": "the median",
@@ -240,10 +235,8 @@ def charts(runs: Sequence[Run], axis: str) -> list[dict[str, Any]]:
         share |= {run.name: [] for run in runs if not run.layers}
         if len(runs) == 1:
             each = [lines(f"{value}/{i}").values() for i in range(runs[0].layers)]
-            which, share = (
-                "each routed layer",
-                {f"layer {n}": line for n, (line,) in zip(runs[0].routed, each, strict=True)},
-            )
+            which = "each routed layer"
+            share = {f"layer {n}": line for n, (line,) in zip(runs[0].routed, each, strict=True)}
         about = f"The share of the tokens that go through {which}{', by the causal rule, of held-out text' * causal}."
         title = "Causal share" if causal else "Routed share"
         found.append({"title": title, "about": about, "series": share, "y": "share of tokens"})
@@ -278,10 +271,10 @@ def runs_page(runs: Sequence[Run], about: object = "", live: bool = False, title
 
 
 def _table(runs: Sequence[Run]) -> Html:
-    names = f"run|model|step|held-out loss|loss, last {LAST} steps|tokens|FLOPs|seconds|tokens/s"
+    names = f"run|model|step|held-out loss|held-out accuracy|loss, last {LAST} steps|tokens|FLOPs|seconds|tokens/s"
     heads = [*names.split("|"), "agreement", "resumed after step", "bad steps"]
-    forms = {"held_out_loss": ".4f", "loss": ".4f", "tokens": ",d", "flops": ".3g", "seconds": ",.1f"}
-    forms |= {"tokens_per_second": ",.0f"}
+    forms = {"held_out_loss": ".4f", "held_out_accuracy": ".2%", "loss": ".4f", "tokens": ",d", "flops": ".3g"}
+    forms |= {"seconds": ",.1f", "tokens_per_second": ",.0f"}
     rows = []
     for run in runs:
         at = run.summary
