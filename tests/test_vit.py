@@ -128,7 +128,7 @@ REFUSED = {
     "image, 32 by a patch of 5": (lambda: dg.ViT(dg.ViTConfig(patch=5)), "not divisible by the height of a patch, 5"),
     "image x": (lambda: dg.ViTConfig(image="32x"), "image is '32x'"),
     "kind": (lambda: dg.ViTConfig(pattern="soft"), "pattern is 'soft'"),
-    "a stem": (lambda: dg.ViTConfig(stem=True, patch="4x6", image=24), "stem is True and patch is '4x6'"),
+    "a stem": (lambda: dg.ViTConfig(stem=True, patch="4x6", image=24), "patch is '4x6', and a stem needs sides"),
     "a narrow stem": (
         lambda: dg.ViTConfig(stem=True, patch=16, dim=12, image=32),
         "dim 12 is not divisible by the growth of a stem's width, 8",

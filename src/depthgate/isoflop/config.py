@@ -80,8 +80,8 @@ class ImageVariant(Variant):
 
     def shape(self, dim: int, vocab: Any, context: int) -> Any:  # noqa: ARG002
         """The model of one width, for images whose size, channels and classes are `vocab`: depth grows with it."""
-        options = {"dim": dim, "layers": round(3 + dim / 32), "heads": _heads(dim), "hidden": 2 * dim, **self.model}
-        return ViTConfig(**{**options, **vocab})
+        options = {"dim": dim, "layers": round(3 + dim / 32), "heads": _heads(dim), "hidden": 2 * dim, "stem": True}
+        return ViTConfig(**{**options, **self.model, **vocab})
 
 
 def _heads(dim: int) -> int:
