@@ -128,6 +128,10 @@ REFUSED = {
     "image, 32 by a patch of 5": (lambda: dg.ViT(dg.ViTConfig(patch=5)), "not divisible by the height of a patch, 5"),
     "image x": (lambda: dg.ViTConfig(image="32x"), "image is '32x'"),
     "kind": (lambda: dg.ViTConfig(pattern="soft"), "pattern is 'soft'"),
+    "few tokens": (
+        lambda: small("mod", pooling="class", registers=3, capacity=0.2),
+        "capacity 0.2 takes 3, fewer than class and registers",
+    ),
     "a stem": (lambda: dg.ViTConfig(stem=True, patch="4x6", image=24), "patch is '4x6', and a stem needs sides"),
     "a narrow stem": (
         lambda: dg.ViTConfig(stem=True, patch=16, dim=12, image=32),

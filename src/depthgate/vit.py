@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from depthgate.config import check_neutral
 from depthgate.errors import DepthgateError, InvalidValueError, installed
+from depthgate.flops import budget
 from depthgate.layers import MLP, MoD, MoE, SoftMoE
 from depthgate.model import Output, generator_of
 from depthgate.ops.rows import plain_positions
@@ -100,6 +101,8 @@ class ViT(nn.Module):
         super().__init__()
         if not isinstance(config, ViTConfig):
             raise InvalidValueError(f"config is {config!r}: it must be a ViTConfig, or use ViT.from_preset(name)")
+        if "mod" in config.kinds and (k := budget(config.capacity, config.context)) < config.prefix:
+            raise InvalidValueError(f"capacity {config.capacity} takes {k}, fewer than class and registers: raise it")
         self.config = config
         self.names = [str(number) for number in range(config.classes)]  # of the classes
         seed = int(torch.randint(2**62, (), device="cpu"))  # before the layers draw anything
@@ -229,10 +232,8 @@ class ViT(nn.Module):
         else:
             cut = pixels.view(B, C, rows, high, columns, wide).permute(0, 2, 4, 1, 3, 5)
             x = self.patch(cut.reshape(B, rows * columns, C * high * wide))
-        if real is None:
-            x = x + _stretched(self.position, self.config.grid, (rows, columns))
-        else:
-            x = x + self._positions_within(real)
+        places = _stretched(self.position, self.config.grid, (rows, columns)) if real is None else self._places(real)
+        x = x + places
         if self.prefix is not None:
             x = torch.cat((self.prefix.to(x.dtype).expand(B, -1, -1), x), 1)
         return x, None if real is None else F.pad(real.flatten(1), (self.config.prefix, 0), value=True)
@@ -279,7 +280,7 @@ class ViT(nn.Module):
             raise InvalidValueError("mask is not a rectangle of whole patches at the top left: pad right and below")
         return real
 
-    def _positions_within(self, real: Tensor) -> Tensor:
+    def _places(self, real: Tensor) -> Tensor:
         """Positions of images of different sizes, each with those that it has alone: (B, rows * columns, D)."""
         B, rows, columns = real.shape
         room = self.position.new_zeros(B, rows, columns, self.position.shape[1])
