@@ -29,7 +29,6 @@ class ViTConfig(Options):
     )
     patch: str | int = option(4, "pixels of a side of a patch, or HEIGHTxWIDTH", check_side)
     channels: int = count(3, "colours of a pixel", maximum=2**10)
-    stem: bool = option(False, "make patches by convolutions that halve the image, instead of cutting it")
     classes: int = count(10, "how many classes there are", maximum=2**20)
     dim: int = count(192, "model width", maximum=2**16)
     layers: int = count(6, "number of layers", maximum=2**12)
@@ -56,6 +55,7 @@ class ViTConfig(Options):
     pooling: str = choice("mean", ("mean", "class"), "what the head reads: the mean of all patches, or a class token")
     registers: int = count(0, "further tokens that belong to no patch", minimum=0, maximum=2**10)
     norm_eps: float = number(1e-6, "(0, inf)", "what norms add to the variance")
+    stem: bool = option(False, "make patches by convolutions that halve the image, instead of cutting it")
 
     def check_together(self) -> None:
         if self.image is not None:

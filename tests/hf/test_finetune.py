@@ -250,6 +250,6 @@ def test_steps_without_a_finite_loss_change_nothing_and_end_the_run(home, capsys
 
     save_file(held, home / "model" / "model.safetensors", {"format": "pt"})
     assert finetune(home, "out", "--steps", "9", "--most_bad_steps", "3", "--calibrate", "0") == 2
-    assert "3th bad step" in capsys.readouterr().err
+    assert "bad step 3 in a row" in capsys.readouterr().err
     assert [row["loss"] for row in rows(home / "out")] == [None, None]
     assert not (home / "out" / "config.json").exists()
