@@ -119,6 +119,8 @@ def test_a_yaml_file_sets_options_and_unknown_keys_are_refused(tmp_path, capsys)
     for verb in ("demo", "bench"):
         assert main([verb, "--config", str(bad)]) == 2
         assert f"step is not an option of depthgate {verb}" in capsys.readouterr().err
+    assert main(["view", "--runs", "x"]) == 2
+    assert "--runs is not an option of depthgate view: give it without its name" in capsys.readouterr().err
     for damaged in (b"steps: 3\n  foo: [1\n", b"steps: \xff"):
         bad.write_bytes(damaged)
         assert main(["demo", "--config", str(bad)]) == 2

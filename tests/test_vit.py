@@ -130,12 +130,12 @@ REFUSED = {
     "kind": (lambda: dg.ViTConfig(pattern="soft"), "pattern is 'soft'"),
     "few tokens": (
         lambda: small("mod", pooling="class", registers=3, capacity=0.2),
-        "capacity 0.2 takes 3, fewer than class and registers",
+        "capacity 0.2 takes 3 of 4 prefix tokens",
     ),
     "a stem": (lambda: dg.ViTConfig(stem=True, patch="4x6", image=24), "patch is '4x6', and a stem needs sides"),
     "a narrow stem": (
         lambda: dg.ViTConfig(stem=True, patch=16, dim=12, image=32),
-        "dim 12 is not divisible by the growth of a stem's width, 8",
+        "dim 12 is not divisible by what a stem for this patch needs, 8",
     ),
     "heads": (lambda: dg.ViTConfig(dim=10, heads=3), "dim 10 is not divisible by heads 3"),
     "start": (lambda: dg.ViTConfig(start=7), "start is 7"),

@@ -88,6 +88,7 @@ def _plain(message: str, about: str) -> str:
     if found := re.search("unrecognized arguments: (--?[^ =]*)|does not accept option '(.*)'", message):
         name, known = found[1] or found[2], [name for name, _ in _options(VERBS.get(about.split()[-1]))]
         remedy = near(name, [f"--{each}" for each in known] if found[1] else known)
+        remedy = ": give it without its name" if found[1] and name[2:] in known else remedy
         return f"{name} is not an option of {about}{remedy}"
     if found := re.search("unrecognized arguments: (.*)", message):
         return f"{found[1]!r} belongs to no option: a value follows its option, in quotes if it has spaces"

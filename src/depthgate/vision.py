@@ -66,7 +66,7 @@ class ViTConfig(Options):
                 if side & (side - 1):
                     what = f"patch is {self.patch!r}, and a stem needs sides that are powers of two"
                     raise InvalidValueError(f"{what}: give such a patch, or stem=false")
-            check_divides(2 ** (len(self.convolutions) - 1), self.dim, "the growth of a stem's width,", "dim")
+            check_divides(2 ** (len(self.convolutions) - 1), self.dim, "what a stem for this patch needs,", "dim")
         if "moe" in self.pattern.split(","):
             check_count(self.top_k, "top_k", maximum=self.experts)
         check_count(self.start or 0, "start", minimum=0, maximum=self.layers)

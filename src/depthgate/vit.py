@@ -102,7 +102,7 @@ class ViT(nn.Module):
         if not isinstance(config, ViTConfig):
             raise InvalidValueError(f"config is {config!r}: it must be a ViTConfig, or use ViT.from_preset(name)")
         if "mod" in config.kinds and (k := budget(config.capacity, config.context)) < config.prefix:
-            raise InvalidValueError(f"capacity {config.capacity} takes {k}, fewer than class and registers: raise it")
+            raise InvalidValueError(f"capacity {config.capacity} takes {k} of {config.prefix} prefix tokens: raise it")
         self.config = config
         self.names = [str(number) for number in range(config.classes)]  # of the classes
         seed = int(torch.randint(2**62, (), device="cpu"))  # before the layers draw anything

@@ -18,6 +18,7 @@ from depthgate.train import optim
 from depthgate.train.images import Classification, measure
 from depthgate.train.step import Step
 from depthgate.vision import AUGMENTED, ImagesConfig, ViTConfig
+from tests.checkpoint.samples import forge
 from tests.train.tiny import rows, same
 
 TINY = [
@@ -361,6 +362,30 @@ def test_the_task_may_stand_in_a_file_and_a_run_keeps_it(tmp_path, data, capsys)
     np.savez(data, **{**other, "x_train": other["x_train"][::-1]})
     assert main(["train", "--resume", f"--out={tmp_path / 'run'}", "--epochs=1"]) == 2
     assert "has changed" in capsys.readouterr().err
+
+
+def test_runs_and_studies_from_before_there_were_stems(tmp_path, data, capsys):
+    """A run has none, and goes on; a study whose models had none is another study."""
+    run = tmp_path / "run"
+    assert train(run, data, 2) == 0
+    for path in (run / "config.json", run / "step-2" / "config.json"):
+        config = json.loads(path.read_text())
+        assert config["model"].pop("stem") is False
+        path.write_text(json.dumps(config))
+    forge(run / "step-2")
+    assert dg.load(run).config.stem is False
+    assert main(["train", "--resume", f"--out={run}", "--steps=3"]) == 0
+    assert rows(run)[-1]["step"] == 3
+    study = ["isoflop", "--task=images", f"--data={data}", f"--out={tmp_path / 'study'}", "--budgets=6e7", "--sizes=1"]
+    study += ["--batch=8", "--device=cpu", "--parallel=1", "--variants=dense", "--calibrate=false"]
+    assert main(study) == 0
+    grid = tmp_path / "study" / "grid.json"
+    found = json.loads(grid.read_text())
+    del found["recipe"]
+    grid.write_text(json.dumps(found))
+    capsys.readouterr()
+    assert main(study) == 2
+    assert "is another study: choose another --out\n  recipe: None there" in capsys.readouterr().err
 
 
 def test_studies_of_images(tmp_path, data, capsys):

@@ -387,8 +387,10 @@ def _discard(path: Path) -> None:
 def as_written_now(config: dict[str, Any]) -> dict[str, Any]:
     """A run's configuration as this version writes it: what older versions did not name is what it was then."""
     model = config.get("model")
-    if not isinstance(model, dict) or config.get("task") == "images":
+    if not isinstance(model, dict):
         return config
+    if config.get("task") == "images":
+        return {**config, "model": {"stem": False, **model}}
     pattern, dim, changed = model.get("pattern"), model.get("dim"), dict[str, Any]()
     if "choice" not in model and isinstance(pattern, str) and isinstance(dim, int):
         kinds = pattern.split(",")  # mode was the staged kind, and experts as wide as a dense feed-forward

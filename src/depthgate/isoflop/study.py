@@ -28,6 +28,7 @@ from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, further_rates, scale_of_rates
 from depthgate.options import command
+from depthgate.vision import AUGMENTED
 
 GRID, RESULTS, RATES, TOKENIZER, SWEEP = "grid.json", "results.jsonl", "rates.json", "tokenizer", "sweep"
 # Options that may differ when a study is extended; and those that say where and how fast, not what.
@@ -58,7 +59,7 @@ class Study:
             train, _ = open_images(config.data)
             _, channels, *size = train.pixels.shape
             self._seen = {"image": "x".join(map(str, size)), "channels": channels, "classes": len(train.names)}
-            self.options["data_hash"] = Shuffled(train, 1).fingerprint()
+            self.options |= {"data_hash": Shuffled(train, 1).fingerprint(), "recipe": {"stem": True, **AUGMENTED}}
         for name in _TEXTS if not config.images else ():
             text = getattr(config, name)
             self.options[f"{name}_hash"] = None if text is None else sources.fingerprint(text)
