@@ -175,9 +175,9 @@ class ViT(nn.Module):
                 nn.init.zeros_(weight)
             elif weight.ndim >= 2:
                 inputs = weight.shape[1] if weight.ndim == 3 or name.endswith("weight") else 1 / 0.0012
-                inputs = 3 * inputs if weight.ndim < 4 else weight[0].numel()
+                divisor = weight[0].numel() if weight.ndim == 4 else 3 * inputs  # a stem keeps the variance
                 writes = name.endswith(("out.weight", "down.weight", "down"))
-                std = inputs**-0.5 / ((2 * len(self.layers)) ** 0.5 if writes else 1.0)
+                std = divisor**-0.5 / ((2 * len(self.layers)) ** 0.5 if writes else 1.0)
                 nn.init.normal_(weight, std=std, generator=generator_of(seed, name, weight.device))
         nn.init.zeros_(self.head.weight)
 

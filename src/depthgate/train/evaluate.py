@@ -58,8 +58,9 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
 
 
 def _experts(kinds: Sequence[str], plans: Plans, inside: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each layer with experts, which of them compute a token (B, T, ...), and which tokens it was given (B, T, 1):
-    those `inside` the text, or those that entered a staged layer. `plans`: of a pass without gradients."""
+    """For each layer with experts two masks: the experts that compute a token (B, T, ...), and the tokens that the
+    layer was given (B, T, 1), which are those `inside` the text or, in a staged layer, those that entered.
+    `plans`: those of a pass without gradients."""
     rest = iter(plans)
     for kind in kinds:
         entered = next(rest) if kind in ROUTED_KINDS else None
