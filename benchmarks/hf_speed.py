@@ -7,6 +7,9 @@ are calibrated on random tokens, so that the causal rule takes about the capacit
 soon as it is known, a table at the end. "over FLOPs" is the time as a share of the dense model's, divided by the FLOPs
 as a share of the dense model's: 1 if every FLOP that is left out is paid for.
 
+"dense, fused" is a control: the dense model with the norms and rotary positions of a converted one, a kernel each where
+nothing is compiled and no gradient is asked for.
+
 Passes: causal (evaluation, as a prompt is read), top_k (evaluation of what training computes), train (forward and
 backward). Ways: eager, compiled (torch.compile of the model), layers (each compiled, as `finetune --compile` does),
 graphs (torch.compile with mode="reduce-overhead"). A model is timed only if, with two layers in float32, it gives the
@@ -31,6 +34,7 @@ import depthgate.hf
 import engine
 import measure
 from depthgate.device import count_flops, interleaved, machine
+from depthgate.hf.parts import exchanged
 
 SHAPES = {
     "tiny": {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}
@@ -55,6 +59,14 @@ def converted(asked: Asked, dense: Any, capacity: float) -> Any:
     """The model with every other layer routed, which takes about `capacity` of random tokens by its thresholds."""
     model = dg.hf.convert(copy.deepcopy(dense), capacity, rule="threshold", gate="straight_through")
     dg.hf.calibrate(model, ids_for(asked, model, 4, seed=7))
+    return model
+
+
+def fused(dense: Any) -> Any:
+    """A control: the dense model with the norms and the attention that all layers of a converted one have."""
+    model = copy.deepcopy(dense)
+    for part, made in exchanged(model.base_model, model.config.model_type):
+        part.__class__ = made
     return model
 
 
@@ -180,7 +192,8 @@ def run(asked: Asked) -> None:
         for capacity in asked.capacities:
             check(asked, shape, capacity)
         dense = dense_model(asked, shape, asked.dtype)
-        models = {"dense": dense} | {f"{each}": converted(asked, dense, each) for each in asked.capacities}
+        models = {"dense": dense, "dense, fused": fused(dense)}
+        models |= {f"{each}": converted(asked, dense, each) for each in asked.capacities}
         passes(asked, shape, models, show)
         if asked.new_tokens:
             decoding(asked, shape, models, show)

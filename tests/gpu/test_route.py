@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 
-from depthgate.hf import layer
+from depthgate.hf import layer, parts
 from depthgate.ops import reference, select
 from depthgate.routing import GATES, RULES, TopTokens, routers
 from tests.conftest import close
@@ -15,6 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no CUDA device on this machine, and TRITON_INTERPRET is not 1", allow_module_level=True)
 route = pytest.importorskip("depthgate.ops.route_triton", reason="triton is not installed")
+layers = pytest.importorskip("depthgate.ops.layer_triton", reason="triton is not installed")
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -106,6 +107,30 @@ def test_merging(dtype):
     assert torch.equal(got[0, [0, 2, 3]], x[0, [0, 2, 3]])
 
 
+# Triton's interpreter cuts bfloat16 off where a GPU rounds.
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 70, 576])
+def test_norms(dtype, width):
+    x, weight = random(2, 5, width).to(dtype) * 30, random(width).to(dtype)
+    close(layers.scaled(*there(x, weight), 1e-5).cpu(), reference.scaled(x, weight, 1e-5), dtype)
+    assert layers.scaled(*there(x[:0], weight), 1e-5).shape == (0, 5, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "fewer", "width"), [(9, 3, 64), (4, 4, 6), (1, 1, 2)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rotary_positions_round_where_transformers_rounds(dtype, heads, fewer, width, shared):
+    q, k = (random(2, 5, each, width).to(dtype).transpose(1, 2) for each in (heads, fewer))
+    angle = random(1 if shared else 2, 5, width) * 7
+    given = q, k, angle.cos().to(dtype), angle.sin().to(dtype)
+    for ours, theirs in zip(layers.turned(*there(*given)), reference.turned(*given), strict=True):
+        close(ours.cpu(), theirs, dtype)
+        assert dtype is torch.float32 or torch.equal(ours.cpu(), theirs)
+
+
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("rows", [1, 3])
@@ -135,7 +160,7 @@ def test_plans_are_those_of_operations_of_torch(rule, gate, rows, monkeypatch):
             assert not two.gates[~full].any()
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "mistral"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "phi3", "mistral", "qwen3"])
 def test_a_converted_model_gives_the_same_by_kernels(kind, monkeypatch):
     zoo = pytest.importorskip("tests.hf.zoo", reason="transformers is not installed")
     model = zoo.routed(kind, rule="threshold").to(DEVICE)
@@ -145,7 +170,7 @@ def test_a_converted_model_gives_the_same_by_kernels(kind, monkeypatch):
     for call in calls:
         found = []
         for kernels in (False, True):
-            for module in (routers, layer):
+            for module in (routers, layer, parts):
                 monkeypatch.setattr(module, "few_launches", lambda _, kernels=kernels: kernels)
             with torch.no_grad():
                 found.append(model(ids, **{"use_cache": False, **call}).logits[mask.bool()])

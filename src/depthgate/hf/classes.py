@@ -18,6 +18,7 @@ from depthgate.hf.families import FAMILIES, HEADS, OURS, PREFIX, VALUES, Routing
 from depthgate.hf.folder import CODE, check_code, code_names
 from depthgate.hf.inputs import MODES, PADDING, causal_of, places
 from depthgate.hf.layer import DepthRouter, RoutedLayer, routed_layers
+from depthgate.hf.parts import exchanged
 from depthgate.model import Decoder
 from depthgate.routing.causal import Predictor, Threshold
 from depthgate.routing.routers import TopTokens
@@ -201,6 +202,8 @@ def install(model: Any) -> None:
             router.rule.decay = routing.decay
         layer.depth_router = router.to(_device(layer), torch.float32).train(layer.training)
         _become(layer, layer_class(kind))
+    for part, made in exchanged(decoder, kind):
+        _become(part, made)
     _become(decoder, model_class(kind, "AutoModel"))
     # Names that transformers looks at when it places a model on devices.
     model._no_split_modules = {*(model._no_split_modules or ()), layer_class(kind).__name__}
@@ -219,6 +222,8 @@ def uninstall(model: Any) -> None:
     for layer in routed_layers(model):
         del layer.depth_router
         _become(layer, getattr(modeling(kind), FAMILIES[kind].layer))
+    for part, its in exchanged(model.base_model, kind, back=True):
+        _become(part, its)
     for part in (model.base_model, model):
         vars(part).pop("routing", None)
         _become(part, getattr(modeling(kind), type(part).__name__.removeprefix("MoD")))

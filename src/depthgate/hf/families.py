@@ -51,10 +51,12 @@ class Family(NamedTuple):
     attention: str = "self_attn"  # a layer's attention
     cache: str = "past_key_values"  # a layer's argument
     window: bool = False  # True: attention takes its window from the config if it has none of its own
+    norm: str | None = None  # a norm that computes what Llama's does, in a layer that turns positions as Llama's does
 
 
-def _usual(module: str, name: str, config: str | None = None, window: bool = False) -> Family:
-    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", f"{name}DecoderLayer", window=window)
+def _usual(module: str, name: str, config: str | None = None, window: bool = False, like_llama: bool = True) -> Family:
+    norm, layer = f"{name}RMSNorm" if like_llama else None, f"{name}DecoderLayer"
+    return Family(module, config or f"{name}Config", f"{name}ForCausalLM", layer, window=window, norm=norm)
 
 
 FAMILIES = {
@@ -62,9 +64,9 @@ FAMILIES = {
     "qwen2": _usual("qwen2", "Qwen2"),
     "qwen3": _usual("qwen3", "Qwen3"),
     "mistral": _usual("mistral", "Mistral", window=True),
-    "gemma3_text": _usual("gemma3", "Gemma3", "Gemma3TextConfig"),
-    "olmo2": _usual("olmo2", "Olmo2"),
-    "phi3": _usual("phi3", "Phi3", window=True),
+    "gemma3_text": _usual("gemma3", "Gemma3", "Gemma3TextConfig", like_llama=False),
+    "olmo2": _usual("olmo2", "Olmo2", like_llama=False),
+    "phi3": _usual("phi3", "Phi3", window=True, like_llama=False),
     "granite": _usual("granite", "Granite"),
     "smollm3": _usual("smollm3", "SmolLM3"),
     "mixtral": _usual("mixtral", "Mixtral", window=True),

@@ -159,6 +159,22 @@ def taken(
     return rows, (cos, sin)
 
 
+def scaled(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Twin of `layer_triton.scaled`."""
+    wide = x.float()
+    return weight * (wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Twin of `layer_triton.turned`."""
+
+    def each(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+    return each(q), each(k)
+
+
 def _gate(score: float, name: str) -> float:
     safe = 0.0 if math.isnan(score) else max(-1e4, min(1e4, score))
     sigmoid = 1 / (1 + math.exp(-safe)) if safe > -700 else 0.0

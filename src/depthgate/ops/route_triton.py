@@ -6,13 +6,14 @@ kernels that each take longer than a small block does. Twins of the others: `ref
 `merged`.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from depthgate.ops.launch import launch, power_of_two
 
 Chosen = list[Any]  # index, filled, slot, gates, flat: tensors, or None for those that are not asked for
 
@@ -164,12 +165,6 @@ def _merge(x, rows, slot, gates, y, T, C, D, BLOCK: tl.constexpr):
     tl.store(y + n * D + d, old, d < D)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Kernels go to the current device, whatever their arguments."""
-    here = device.type == "cpu" or torch.cuda.current_device() == device.index  # a CPU: triton's interpreter
-    return nullcontext() if here else torch.cuda.device(device)
-
-
 def chosen(
     scores: Tensor, valid: Tensor | None, doc: Tensor | None, limits: Tensor | None, slots: int, gate: str | None = None
 ) -> Chosen:
@@ -180,8 +175,7 @@ def chosen(
     B, E, T = scores.shape
     made = _slots_of(scores, slots, gate, gate is None or limits is not None)
     given = [None if each is None else each.contiguous() for each in (scores, valid, doc, limits)]
-    with _on(scores.device):
-        _choose[(B * E,)](*given, *made, T, slots, E, **_rows_of(T, gate))
+    launch(_choose, (B * E,), *given, *made, T, slots, E, **_rows_of(T, gate))
     return made
 
 
@@ -201,9 +195,8 @@ def scored(
     decision = scores if threshold is None else torch.empty_like(scores)
     eps, rows = torch.finfo(torch.float32).eps, 4
     moved = (None, None) if threshold is None else threshold
-    how = {"D": D, "NORMED": normed, "ROWS": rows, "BLOCK": min(1024, triton.next_power_of_2(D)), "num_warps": 4}
-    with _on(x.device):
-        _score[(triton.cdiv(B * T, rows),)](x, valid, weight, bias, *moved, scores, decision, B * T, eps, **how)
+    how = {"D": D, "NORMED": normed, "ROWS": rows, "BLOCK": min(1024, power_of_two(D))}
+    launch(_score, (-(-B * T // rows),), x, valid, weight, bias, *moved, scores, decision, B * T, eps, **how)
     return scores, decision
 
 
@@ -213,8 +206,7 @@ def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, sl
     B, T, _ = decision.shape
     made = _slots_of(scores.mT, slots, gate, True)
     many = torch.empty(B, dtype=torch.int32, device=decision.device)
-    with _on(decision.device):
-        _mark[(B,)](decision.contiguous(), valid, scores, *made, many, T, slots, **_rows_of(T, gate))
+    launch(_mark, (B,), decision.contiguous(), valid, scores, *made, many, T, slots, **_rows_of(T, gate))
     return made, many
 
 
@@ -223,16 +215,14 @@ def taken(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     """x (B, T, D), rotary positions (B or 1, T, R) and index (B, 1, C) -> rows of x (B, C, D) and of the positions."""
     (B, T, D), C, x = x.shape, index.shape[-1], x.contiguous()
-    rows, block = torch.empty(B, C, D, dtype=x.dtype, device=x.device), min(2048, triton.next_power_of_2(D))
+    rows, block = torch.empty(B, C, D, dtype=x.dtype, device=x.device), min(2048, power_of_two(D))
     cos, sin = (None, None) if rotary is None else (each.contiguous() for each in rotary)
     R, every = (1, 0) if cos is None else (cos.shape[-1], T if len(cos) == B else 0)
     out: Any = (None, None)
     if rotary is not None:
         out = tuple(torch.empty(B, C, R, dtype=each.dtype, device=x.device) for each in rotary)
-    how = {"D": D, "R": R, "BLOCK": block, "PAIRS": triton.next_power_of_2(R), "num_warps": 4}
-    with _on(x.device):
-        grid = (B * C, triton.cdiv(D, block))
-        _take[grid](x, cos, sin, index.contiguous(), rows, *out, T, every, C, **how)
+    how = {"D": D, "R": R, "BLOCK": block, "PAIRS": power_of_two(R)}
+    launch(_take, (B * C, -(-D // block)), x, cos, sin, index.contiguous(), rows, *out, T, every, C, **how)
     return rows, None if rotary is None else out
 
 
@@ -241,10 +231,8 @@ def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
     that has a slot taken from x (gate 0) to its row (gate 1), which it is then bit for bit."""
     (B, T, D), C = x.shape, rows.shape[1]
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-    block = min(2048, triton.next_power_of_2(D))
-    grid = (B * T, triton.cdiv(D, block))
-    with _on(x.device):
-        _merge[grid](x, rows.contiguous(), slot, gates.contiguous(), y, T, C, D, BLOCK=block, num_warps=4)
+    block = min(2048, power_of_two(D))
+    launch(_merge, (B * T, -(-D // block)), x, rows.contiguous(), slot, gates.contiguous(), y, T, C, D, BLOCK=block)
     return y
 
 
@@ -261,5 +249,5 @@ def _slots_of(scores: Tensor, slots: int, gate: str | None, some_empty: bool) ->
 
 def _rows_of(T: int, gate: str | None) -> dict[str, Any]:
     """Options of kernels of which a program holds a row of T tokens."""
-    block = triton.next_power_of_2(T)
-    return {"GATE": gate or "", "BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+    block = power_of_two(T)
+    return {"warps": min(16, max(1, block // 256)), "GATE": gate or "", "BLOCK": block}

@@ -101,15 +101,20 @@ def choose(
 
 
 def by_kernels(scores: Tensor) -> bool:
-    """True if the kernels take scores (..., T): a program of theirs holds a whole row."""
-    return scores.is_cuda and scores.shape[-1] <= 2**14 and 0 < scores.numel() < 2**40 and _triton_works()
+    """True if the kernels take scores (..., T)."""
+    return scores.is_cuda and rows_fit(scores.shape[-1], scores.numel()) and _triton_works()
+
+
+def rows_fit(T: int, scores: int) -> bool:
+    """True if there are not too many tokens in a row, which a program of the kernels holds, nor scores in all."""
+    return T <= 2**14 and 0 < scores < 2**40
 
 
 def few_launches(x: Tensor) -> bool:
-    """True if kernels are to do a router's work on tokens x (B, T, D), since every operation has to be launched: CUDA,
-    no gradients, no compiler. Elsewhere operations of torch do it, which know gradients and can be fused."""
-    eager, known = not torch.is_grad_enabled() and not torch.compiler.is_compiling(), type(x) is Tensor
-    return eager and x.is_cuda and known and x.dtype in _DTYPES and by_kernels(x[..., 0])
+    """True if a kernel is to do what takes several operations on x, since each of them has to be launched: CUDA, no
+    gradients, no compiler. Elsewhere operations of torch do it, which know gradients and can be fused."""
+    eager = x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return eager and type(x) is Tensor and x.dtype in _DTYPES and _triton_works()
 
 
 def limits_of(scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int) -> Tensor | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
 from depthgate.ops.rows import check_per_token, check_tokens, flat_index, inverse_for_gathering, shaped, take_rows
-from depthgate.ops.select import choose, compact, few_launches, limits_of, top_k, top_of_documents
+from depthgate.ops.select import choose, compact, few_launches, limits_of, rows_fit, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
@@ -129,7 +129,8 @@ class TopTokens(nn.Module):
     def _gate_of_kernels(self, x: Tensor, causal: bool, doc: Tensor | None, max_documents: int | None) -> str | None:
         """The name of the gate, where `_by_kernels` gives the plan of `forward`; None elsewhere."""
         simple = self.experts == 1 and self.pool == "sequence" and not self.across_experts
-        if not simple or not isinstance(self.proj, Scorer) or not few_launches(x):
+        fits = rows_fit(x.shape[1], x.shape[0] * x.shape[1])
+        if not simple or not fits or not isinstance(self.proj, Scorer) or not few_launches(x):
             return None
         here = self.proj.weight.device == x.device and self.proj.weight.dtype == torch.float32  # not offloaded
         known = causal or doc is None or max_documents is not None  # the number of slots

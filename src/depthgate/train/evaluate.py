@@ -24,14 +24,17 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
     targets = size = 0
     sums: dict[str, Any] = dict.fromkeys(("agreement", "routed_share", "experts_per_token"), 0)
     for rows in validation_rows(documents, model.context, batch, most):
-        tokens, wanted, pos, doc = (t.to(model.device) for t in rows)
-        count = int((wanted >= 0).sum())
+        count = int((rows.targets >= 0).sum())
         if not count:
             continue
+        tokens, wanted, pos, doc = (t.to(model.device) for t in rows)
         inside = (pos >= 0)[..., None]
         for causal in (True, False):
             loss, plans = model.loss(tokens, wanted, pos, doc, causal=causal)
             nats[causal] += loss.item() * count
+            if not plans:  # both ways are one
+                nats[False] = nats[True]
+                break
             slots = depth_plans(plans)
             if causal:
                 sums["routed_share"] += _counts((p.chosen & inside, inside) for p in slots)
@@ -40,7 +43,7 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
             both = ((p.causal_choice & inside, p.chosen & inside) for p in slots)
             sums["agreement"] += _counts((one & other, one | other) for one, other in both)
         targets += count
-        size += sum(_bytes_of(*row, model.tokenizer) for row in zip(tokens, wanted, doc, strict=True))
+        size += sum(_bytes_of(*row, model.tokenizer) for row in zip(rows.tokens, rows.targets, rows.doc, strict=True))
     if not size:
         raise DepthgateError(f"the text holds {targets} tokens to predict and no byte of text: give more")
     if not math.isfinite(nats[True] + nats[False]):
