@@ -98,8 +98,8 @@ def test_every_public_name_loads():
 def test_the_house_stays_small():
     lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
     assert {path: n for path, n in lines.items() if n > 400} == {}
-    assert sum(lines.values()) <= 21_280
-    assert len(lines) <= 124
+    assert sum(lines.values()) <= 21_700
+    assert len(lines) <= 125
 
 
 def loads(name: str) -> set[str]:

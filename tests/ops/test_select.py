@@ -112,7 +112,7 @@ def test_padding_loses_to_nan():
 def test_without_triton_there_is_one_warning(monkeypatch):
     monkeypatch.setattr(select, "_works", None)
     with pytest.warns(DepthgateWarning, match="Triton does not work here .* tokens are chosen by sorting"):
-        assert not select._triton_works()
+        assert not select.triton_works()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not select._triton_works()
+        assert not select.triton_works()

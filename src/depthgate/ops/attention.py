@@ -1,7 +1,7 @@
-"""Attention over packed documents without a mask (flash attention over runs of tokens, each looking at itself alone),
-attention over a cache, and rotary positions (Su et al. 2021, RoFormer).
+"""Attention over packed documents without a mask (by kernels of ours, or flash attention over runs of tokens, each
+looking at itself alone), attention over a cache, and rotary positions (Su et al. 2021, RoFormer).
 
-Twin: `reference.packed_attention`.
+Twins: `reference.packed_attention`, `reference.short_attention`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import register_flop_formula
+
+from depthgate.ops.select import triton_works
+
+_SHORT, _NARROW = 1024, 64  # the longest rows and the widest heads of which our kernels are faster than others
 
 
 def can_pack(v: Tensor) -> bool:
@@ -23,10 +28,96 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, most: int) ->
     """Causal attention of q (B, T, H, d) to k and v (B, T, G, d) -> (B, T, H, d), within each run of equal `doc`
     (B, T): 0 0 0 1 1 2 ..., at most `most` of them, then padding, -1."""
     B, T = doc.shape
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if is_short(v):
+        return short_attention(q, k, v, doc, True)
     starts = run_starts(doc, most)
-    flat = [t.to(v.dtype).reshape(B * T, *t.shape[2:]) for t in (q, k, v)]
+    flat = [t.reshape(B * T, *t.shape[2:]) for t in (q, k, v)]
     y = torch.ops.aten._flash_attention_forward(*flat, starts, starts, T, T, 0.0, True, False)[0]
     return y.view(q.shape)  # type: ignore[no-any-return]
+
+
+def is_short(v: Tensor) -> bool:
+    """True if our kernels are to attend to values (B, T, G, d) like these: narrow heads in half precision on CUDA."""
+    B, T, _, d = v.shape
+    halves = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
+    return halves and B > 0 and 0 < T <= _SHORT and d <= _NARROW and triton_works()
+
+
+def short_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None, causal: bool) -> Tensor:
+    """Attention of q (B, T, H, d) to k and v (B, T, G, d) -> (B, T, H, d): causal and within each run of equal `doc`,
+    as above, or of all tokens to all."""
+    return _short_attention(q, k, v, doc, causal)[0]  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("depthgate::short_attention", mutates_args=())
+def _short_attention(
+    q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from depthgate.ops import short_attention_triton
+
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    runs = _runs(doc)
+    y, lse = short_attention_triton.forward(q, k, v, runs, causal)
+    return y, lse, y.new_empty(0, dtype=torch.int32) if runs is None else runs
+
+
+def _runs(doc: Tensor | None) -> Tensor | None:
+    """doc (B, T), each row 0 ... 0 1 ... 1 2 ... and -1 at its end -> (2, B, T) int32: where the run of each token
+    begins and ends."""
+    if doc is None:
+        return None
+    label = torch.where(doc < 0, doc.shape[1], doc).contiguous()
+    return torch.stack([torch.searchsorted(label, label), torch.searchsorted(label, label, right=True) - 1]).int()
+
+
+@_short_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None, causal: bool) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    (B, T, H, _), runs = q.shape, (0,) if doc is None else (2, *doc.shape)
+    lse = q.new_empty(B, H, T, dtype=torch.float32)
+    return v.new_empty(q.shape), lse, q.new_empty(runs, dtype=torch.int32)
+
+
+@torch.library.custom_op("depthgate::short_attention_backward", mutates_args=())
+def _short_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, runs: Tensor, y: Tensor, lse: Tensor, causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    from depthgate.ops import short_attention_triton
+
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    known = runs if runs.numel() else None
+    return short_attention_triton.backward(grad, q, k, v, known, y, lse, causal)
+
+
+@_short_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:  # noqa: ARG001
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    *given, _, ctx.causal = inputs
+    y, lse, runs = output
+    ctx.save_for_backward(*given, runs, y, lse)
+
+
+def _back(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_short_attention_backward(grad, *ctx.saved_tensors, ctx.causal), None, None
+
+
+_short_attention.register_autograd(_back, setup_context=_keep)
+
+
+@register_flop_formula([torch.ops.depthgate.short_attention])
+def _flops(q_shape: Any, k_shape: Any, *_: Any, **__: Any) -> int:
+    """Those of products of all pairs, as for any attention."""
+    B, T, H, d = q_shape
+    return int(4 * B * H * T * k_shape[1] * d)
+
+
+@register_flop_formula([torch.ops.depthgate.short_attention_backward])
+def _backward_flops(grad_shape: Any, q_shape: Any, k_shape: Any, *_: Any, **__: Any) -> int:  # noqa: ARG001
+    B, T, H, d = q_shape
+    return int(10 * B * H * T * k_shape[1] * d)
 
 
 def run_starts(doc: Tensor, most: int) -> Tensor:

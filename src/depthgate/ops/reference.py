@@ -95,6 +95,15 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", logits.masked_fill(~seen[:, None], -math.inf).softmax(-1), v)
 
 
+def short_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None, causal: bool) -> Tensor:
+    """Twin of `attention.short_attention`: of causal ones `packed_attention`; otherwise each query over all keys."""
+    if causal:
+        return packed_attention(q, k, v, torch.zeros(q.shape[:2], device=q.device) if doc is None else doc)
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[3])).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
 def soft_exponentials(x: Tensor, slots: Tensor, bound: Tensor, valid: Tensor | None) -> Tensor:
     """Twin of `soft.soft_exponentials`: tokens scaled to length one, logits and exponentials one after another."""
     unit = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-12)

@@ -102,7 +102,7 @@ def choose(
 
 def by_kernels(scores: Tensor) -> bool:
     """True if the kernels take scores (..., T)."""
-    return scores.is_cuda and rows_fit(scores.shape[-1], scores.numel()) and _triton_works()
+    return scores.is_cuda and rows_fit(scores.shape[-1], scores.numel()) and triton_works()
 
 
 def rows_fit(T: int, scores: int) -> bool:
@@ -114,7 +114,7 @@ def few_launches(x: Tensor) -> bool:
     """True if a kernel is to do what takes several operations on x, since each of them has to be launched: CUDA, no
     gradients, no compiler. Elsewhere operations of torch do it, which know gradients and can be fused."""
     eager = x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return eager and type(x) is Tensor and x.dtype in _DTYPES and _triton_works()
+    return eager and type(x) is Tensor and x.dtype in _DTYPES and triton_works()
 
 
 def limits_of(scores: Tensor, valid: Tensor | None, doc: Tensor | None, capacity: float, slots: int) -> Tensor | None:
@@ -144,7 +144,7 @@ def _best_of_rows(scores: Tensor, valid: Tensor | None, capacity: float, slots: 
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _triton_works() -> bool:
+def triton_works() -> bool:
     """True if Triton is installed and compiles the kernel; warns once if not."""
     global _works
     if _works is None:

@@ -95,6 +95,7 @@ class Classification:
         compiled = config.compile and world.size == 1
         self._forward = torch.compile(self.model, dynamic=False) if compiled else self.model
         self._augmented = torch.compile(augmented, dynamic=False) if compiled else augmented
+        self._surviving = torch.compile(surviving, dynamic=False) if compiled else surviving
 
     def set_capacity(self, capacity: float) -> None:
         """Never asked to: the capacity of images stays what it is."""
@@ -103,7 +104,7 @@ class Classification:
         config, mean, std = self.config, self.model.pixel_mean, self.model.pixel_std
         with torch.no_grad(), torch.autocast(rows.tokens.device.type, enabled=False):
             x, target = self._augmented(rows.tokens, rows.targets, rows.pos, config, mean, std)
-            survive = surviving(rows.pos, config)
+            survive = self._surviving(rows.pos, config)
         logits, plans = self._forward(x, survive=survive)
         of_routers: Tensor | float = 0.0
         for plan in plans:
