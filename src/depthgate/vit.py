@@ -16,7 +16,7 @@ from depthgate.errors import DepthgateError, InvalidValueError, installed
 from depthgate.flops import budget
 from depthgate.layers import MLP, MoD, MoE, SoftMoE
 from depthgate.model import Output, generator_of
-from depthgate.ops.attention import is_short, short_attention
+from depthgate.ops.attention import attention_to_all
 from depthgate.ops.rows import plain_positions
 from depthgate.recipes import images_config
 from depthgate.routing import Plans, TopTokens
@@ -36,12 +36,9 @@ class Attention(nn.Module):
         """x (B, T, D); mask (B, T), True at real tokens."""
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).unbind(2)
-        if mask is None and is_short(v):
-            return self.out(short_attention(q, k, v, None, False).reshape(B, T, D))  # type: ignore[no-any-return]
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         # A row of padding alone looks at itself: its result is thrown away, and looking at nothing would be 0/0.
-        seen = None if mask is None else (mask | ~mask.any(1, keepdim=True))[:, None, None]
-        return self.out(F.scaled_dot_product_attention(q, k, v, seen).transpose(1, 2).reshape(B, T, D))  # type: ignore[no-any-return]
+        seen = None if mask is None else mask | ~mask.any(1, keepdim=True)
+        return self.out(attention_to_all(q, k, v, seen).reshape(B, T, D))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

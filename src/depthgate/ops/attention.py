@@ -37,6 +37,14 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, most: int) ->
     return y.view(q.shape)  # type: ignore[no-any-return]
 
 
+def attention_to_all(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Attention of every token to all tokens, or to those that are `seen` (B, T): q, k, v (B, T, H, d) -> the same."""
+    if seen is None and is_short(v) and q.dtype == v.dtype:
+        return short_attention(q, k, v, None, False)
+    mask = None if seen is None else seen[:, None, None]
+    return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), mask).transpose(1, 2)
+
+
 def is_short(v: Tensor) -> bool:
     """True if our kernels are to attend to values (B, T, G, d) like these: narrow heads in half precision on CUDA."""
     B, T, _, d = v.shape
