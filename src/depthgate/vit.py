@@ -36,9 +36,7 @@ class Attention(nn.Module):
         """x (B, T, D); mask (B, T), True at real tokens."""
         B, T, D = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.heads, D // self.heads).unbind(2)
-        # A row of padding alone looks at itself: its result is thrown away, and looking at nothing would be 0/0.
-        seen = None if mask is None else mask | ~mask.any(1, keepdim=True)
-        return self.out(attention_to_all(q, k, v, seen).reshape(B, T, D))  # type: ignore[no-any-return]
+        return self.out(attention_to_all(q, k, v, mask).reshape(B, T, D))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):

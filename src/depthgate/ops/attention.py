@@ -37,12 +37,14 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, most: int) ->
     return y.view(q.shape)  # type: ignore[no-any-return]
 
 
-def attention_to_all(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Attention of every token to all tokens, or to those that are `seen` (B, T): q, k, v (B, T, H, d) -> the same."""
-    if seen is None and is_short(v) and q.dtype == v.dtype:
+def attention_to_all(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
+    """Attention of every token to all tokens, or to those that are `real` (B, T): q, k, v (B, T, H, d) -> the same."""
+    if real is None and is_short(v) and q.dtype == v.dtype:
         return short_attention(q, k, v, None, False)
-    mask = None if seen is None else seen[:, None, None]
-    return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), mask).transpose(1, 2)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    # A row of padding alone looks at itself: its result is thrown away, and looking at nothing would be 0/0.
+    mask = None if real is None else (real | ~real.any(1, keepdim=True))[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
 def is_short(v: Tensor) -> bool:
