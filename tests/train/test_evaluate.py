@@ -55,3 +55,18 @@ def test_experts_per_token_are_those_that_computed(tmp_path, choice, skipped):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, causal=True)
     assert counter.get_total_flops() == pytest.approx(flops)
+
+
+def test_a_model_without_plans_is_read_once(tmp_path):
+    """Both ways of choosing are one: the figures of a dense model are those of a single pass."""
+    torch.manual_seed(0)
+    model = LoadedDecoder(dg.ModelConfig(dim=16, heads=1, layers=2, context=T, pattern="dense")).eval()
+    model.tokenizer, passes = ByteTokenizer(), []
+    (tmp_path / "text.txt").write_text("a few words, again and again. " * 9)
+    documents = Documents(tokenize(str(tmp_path / "text.txt"), model.tokenizer))
+    loss = model.loss
+    model.loss = lambda *given, **how: passes.append(how["causal"]) or loss(*given, **how)
+    found = measure(model, documents, 4)
+    assert passes == [True] * -(-len(documents) // (4 * T))
+    assert found["nats_per_token"] == found["nats_per_token_top_k"]
+    assert found["routed_share"] == found["agreement"] == found["experts_per_token"] == []

@@ -1,5 +1,5 @@
 """Parts of the layers of transformers models as one kernel each, where that has a dozen operations: norms and rotary
-positions. They round where transformers rounds. Twins: `reference.scaled`, `reference.turned`.
+positions. Twins: `reference.scaled`, `reference.turned`.
 """
 
 import torch

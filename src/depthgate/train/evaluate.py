@@ -29,12 +29,13 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
             continue
         tokens, wanted, pos, doc = (t.to(model.device) for t in rows)
         inside = (pos >= 0)[..., None]
+        plans: Plans = ()
         for causal in (True, False):
-            loss, plans = model.loss(tokens, wanted, pos, doc, causal=causal)
-            nats[causal] += loss.item() * count
-            if not plans:  # both ways are one
+            if causal or plans:  # else both ways are one
+                loss, plans = model.loss(tokens, wanted, pos, doc, causal=causal)
+                nats[causal] += loss.item() * count
+            else:
                 nats[False] = nats[True]
-                break
             slots = depth_plans(plans)
             if causal:
                 sums["routed_share"] += _counts((p.chosen & inside, inside) for p in slots)
