@@ -55,3 +55,13 @@ def test_experts_per_token_are_those_that_computed(tmp_path, choice, skipped):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(ids, causal=True)
     assert counter.get_total_flops() == pytest.approx(flops)
+
+
+def test_a_dense_model_is_measured_once(tmp_path):
+    """Its decisions are none: both losses are one, and there are no shares."""
+    (tmp_path / "text.txt").write_text("some words " * 20)
+    model = LoadedDecoder(dg.ModelConfig(dim=16, layers=1, heads=2, context=32, pattern="dense")).eval()
+    model.tokenizer = ByteTokenizer()
+    found = measure(model, Documents(tokenize(str(tmp_path / "text.txt"), model.tokenizer)), 2)
+    assert found["nats_per_token"] == found["nats_per_token_top_k"] > 0
+    assert found["routed_share"] == found["agreement"] == found["experts_per_token"] == []
