@@ -84,6 +84,16 @@ def test_the_process_ends_as_main_says():
     assert "Traceback" not in done.stderr
 
 
+def test_ctrl_c_while_the_command_line_is_imported_ends_quietly():
+    """As both `depthgate` and `python -m depthgate` begin."""
+    raising = "import sys; sys.meta_path.insert(0, type('Stop', (), {'find_spec': staticmethod(stop)}))"
+    code = f"def stop(name, *_):\n    if name == 'jsonargparse':\n        raise KeyboardInterrupt\n{raising}\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}import depthgate.cli"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_table_fits_a_narrow_terminal():
     """A real one, of 40 columns: one figure a line, none cut."""
     ours, theirs = pty.openpty()

@@ -14,20 +14,23 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
+try:  # imports take a while, in which nothing has begun
+    import yaml
+    from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
-from depthgate import __version__
-from depthgate import config as configs
-from depthgate.config import RunConfig, TrainConfig
-from depthgate.console import guarded, silence
-from depthgate.errors import DepthgateError, InvalidValueError, near
-from depthgate.generation.config import GenerateConfig
-from depthgate.isoflop.config import IsoflopConfig
-from depthgate.options import Options, build
-from depthgate.recipes import PRESETS, preset, settle_vocab
-from depthgate.serve.config import ServeConfig
-from depthgate.vision import IMAGE_PRESETS, ImagesConfig
+    from depthgate import __version__
+    from depthgate import config as configs
+    from depthgate.config import RunConfig, TrainConfig
+    from depthgate.console import guarded, silence
+    from depthgate.errors import DepthgateError, InvalidValueError, near
+    from depthgate.generation.config import GenerateConfig
+    from depthgate.isoflop.config import IsoflopConfig
+    from depthgate.options import Options, build
+    from depthgate.recipes import PRESETS, preset, settle_vocab
+    from depthgate.serve.config import ServeConfig
+    from depthgate.vision import IMAGE_PRESETS, ImagesConfig
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 VERBS: dict[str, type[Any]] = {
     "train": TrainConfig,

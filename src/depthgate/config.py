@@ -96,7 +96,7 @@ class ModelConfig(Options):
     def check_together(self) -> None:
         check_count(self.top_k, "top_k", maximum=self.experts)
         if any(self.experts_choose(kind) for kind in self.kinds):
-            check_count(self.experts, "experts", minimum=2)
+            check_count(self.experts, "experts", minimum=2, maximum=2**14)
         if self.null_experts and "mode" in self.kinds and self.choice == "experts":
             raise InvalidValueError(f"null_experts is {self.null_experts}: they are for --model.choice tokens")
         check_head(self.head_size, "head_dim" if self.head_dim else "dim / heads", self.key_shift)

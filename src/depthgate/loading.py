@@ -71,7 +71,7 @@ def open_model(folder: str | Path, device: str, dtype: str = "auto", context: in
             return HFLanguageModel(load_on(device, Path(folder), dtype), tokenizer_of(Path(folder)), context)
     model = load_decoder(folder).to(device)
     if context is not None or dtype != "auto":
-        raise InvalidValueError(f"--seq and --dtype are for Hugging Face models, and {folder} is a run: remove them")
+        raise InvalidValueError(f"--seq and --dtype are not for models of depthgate's own, as in {folder}: remove them")
     return model
 
 

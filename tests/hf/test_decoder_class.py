@@ -182,5 +182,9 @@ def test_a_run_becomes_a_folder_that_transformers_and_we_open(run, tmp_path, cap
             found.append(json.loads(capsys.readouterr().out))
     assert found[0]["results"] == found[2]["results"]
     assert {**found[1], "model": ""} == {**found[3], "model": ""}
+    for folder in (run, out):  # neither is a model of another family
+        assert main(["eval", "--model", str(folder), "--data", "stdlib", "--seq", "64", "--device", "cpu"]) == 2
+        said = f"--seq and --dtype are not for models of depthgate's own, as in {folder}: remove them"
+        assert said in capsys.readouterr().err
     assert main(["convert", "--model", str(out), "--out", str(tmp_path / "x")]) == 2
     assert "(depthgate) cannot be routed" in capsys.readouterr().err

@@ -238,7 +238,9 @@ def test_no_saving_is_claimed_where_losses_do_not_fall_or_lie_too_far():
 def test_dense_with_options_is_what_others_are_compared_with():
     curves = [curve(rows(n, 1e15, bowl(4e6, 2.0, 0.02))) for n in ("dense:qk_norm=true", "mod:qk_norm=true")]
     (found,) = fit.verdicts(curves)
-    assert found.variant == "mod:qk_norm=true"
+    assert (found.variant, found.against) == ("mod:qk_norm=true", "dense:qk_norm=true")
+    (check,) = fit.calibrations(rows("dense:qk_norm=true", 1e15, bowl(4e6, 2.0, 0.02), 2))
+    assert check.against == "dense:qk_norm=true"
     assert baseline(["dense:a=1", "dense:b=2", "mod"]) is None
     assert baseline(["dense:a=1", "dense"]) == "dense"
 

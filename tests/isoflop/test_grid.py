@@ -121,6 +121,17 @@ def test_heads_of_the_ladder_are_such_as_kernels_take():
         ({"variants": "mode:choice=tokens:pool=sequence"}, "reads pool, which is for mode where experts choose;"),
         ({"variants": "tiny-mod:experts=4"}, "no layer of it reads experts"),
         ({"task": "images", "variants": "moe:slots=2"}, "no layer of it reads slots"),
+        ({"task": "images", "variants": "dense:pattern=mod"}, "it has mod layers; name it mod:pattern=mod"),
+        ({"variants": "dense:pattern=mode,mod"}, "'dense:pattern=mode': .* name it mode:pattern=mode"),
+        ({"variants": "dense:first=mode"}, "name it mode:pattern=dense:first=mode"),
+        ({"variants": "tiny-dense:pattern=dense+mod"}, r"name it tiny-mod:pattern=dense\+mod"),
+        ({"variants": "dense:rule_loss=0.1"}, "no layer of it reads rule_loss"),
+        ({"variants": "mod,mod:capacity=0.125"}, "'mod' and 'mod:capacity=0.125': the same, leave one out"),
+        ({"variants": "mode:pattern=dense,dense"}, "'mode:pattern=dense' and 'dense': the same"),
+        ({"variants": "mod:schedule=linear,mod"}, "'mod:schedule=linear' and 'mod': the same"),
+        ({"variants": "mode-1b,mode-770m"}, "'mode-1b' and 'mode-770m': the same"),
+        ({"task": "images", "variants": "moe:experts=16,moe"}, "'moe:experts=16' and 'moe': the same"),
+        ({"variants": "mode:experts=1"}, "experts is 1: it must be a whole number from 2 to 16384"),
         ({"variants": "mod:pattern=3"}, "pattern is 3"),
         ({"variants": "tiny-mdo"}, "variants has 'tiny-mdo'"),
         ({"variants": "tiny-mod:layers=2"}, "not an option that a variant can set"),
@@ -140,7 +151,13 @@ def test_bad_options_are_named(options, says):
 
 @pytest.mark.parametrize(
     "variant",
-    ["mode:pattern=mod+mode:rule=scores", "mode:choice=tokens:balance_loss=0.1", "mode:first=moe:z_loss=0", "mode-1b"],
+    [
+        "dense:key_shift=false",
+        "mode:pattern=mod+mode:rule=scores",
+        "mode:choice=tokens:balance_loss=0.1",
+        "mode:first=moe:z_loss=0",
+        "mode-1b",
+    ],
 )
 def test_options_that_a_layer_reads_are_taken(variant):
     (found,) = IsoflopConfig(variants=variant).variant_list

@@ -10,7 +10,7 @@ import pytest
 from depthgate.isoflop.fit import AGAIN, Verdict
 from depthgate.isoflop.fit import curves as fitted
 from depthgate.isoflop.report import _fitted
-from depthgate.isoflop.sentences import advice, compared, in_words, no_verdict, resolution, short_flops
+from depthgate.isoflop.sentences import advice, compared, doubts, in_words, no_verdict, resolution, short_flops
 
 COST = {"forward_flops_per_token": 1.0}
 
@@ -43,19 +43,21 @@ def test_verdicts_in_words():
 
 def test_the_resolution_in_words():
     assert resolution(Verdict(1e15, AGAIN, "", 0.001, (-0.002, 0.004))) == (
-        "Dense against dense with other seeds at 1e15 FLOPs: +0.10% (-0.20% to +0.40%): the study tells differences "
+        "dense against dense with other seeds at 1e15 FLOPs: +0.10% (-0.20% to +0.40%): the study tells differences "
         "from about 0.30% on."
     )
     assert resolution(Verdict(1e15, AGAIN, "", 0.01, (0.002, 0.018))) == (
-        "Dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out, since "
+        "dense against dense with other seeds at 1e15 FLOPs: +1.00% (+0.20% to +1.80%), which leaves 0 out, since "
         "seeds move all sizes alike: the study tells differences from about 0.80% on between models of the same seeds, "
         "and from 1.80% on between others."
     )
     assert "from about 0.20% on between models of the same seeds, and from 0.50% on" in resolution(
         Verdict(1e15, AGAIN, "", -0.003, (-0.005, -0.001))
     )
+    options = resolution(Verdict(1e15, AGAIN, "", 0.001, (-0.002, 0.004), against="dense:key_shift=false"))
+    assert options.startswith("dense:key_shift=false against dense:key_shift=false with other seeds at 1e15 FLOPs: ")
     assert resolution(Verdict(1e15, AGAIN, "only one size has other seeds")) == (
-        "Dense against dense with other seeds at 1e15 FLOPs: no interval, only one size has other seeds."
+        "dense against dense with other seeds at 1e15 FLOPs: no interval, only one size has other seeds."
     )
 
 
@@ -64,6 +66,7 @@ def test_no_verdict_says_why():
         return fitted([{"budget": 1.0, "variant": variant, "params": 1, "seed": 0, "loss_causal": 2.0} | COST])[0]
 
     assert no_verdict([made("dense")]) == "No verdict: there is only dense."
+    assert no_verdict([made("dense:key_shift=false")]) == "No verdict: there is only dense:key_shift=false."
     assert no_verdict([made("mod")]) == "No verdict: there is no dense to compare with."
     several = [made("dense:qk_norm=false"), made("dense:key_shift=false"), made("mod")]
     assert no_verdict(several) == "No verdict: of several kinds of dense none is plain: add dense."
@@ -144,6 +147,20 @@ def test_a_study_names_its_remedy_and_routers_that_take_nobody():
     rows = [{"variant": "mode", "routed_share": [], "experts_per_token": used} for used in (0.0, 0.9, None)]
     (said,) = advice(fine, rows, sizes)
     assert said.startswith("In 1 cell of mode the causal rule routes no token")
+
+
+def test_what_little_text_a_verdict_rests_on_is_said():
+    good = {"variant": "mod", "measured_tokens": 131_072, "passes": 0.5, "loss_causal": 1.5, "loss": 1.4}
+    assert doubts([good, {"variant": "dense", "loss_causal": 1.5}], 257) == []  # older rows do not know
+    little = good | {"measured_tokens": 500, "passes": 40.2, "loss_causal": 5.56}
+    assert doubts([good, little], 257) == [
+        "1 of 2 cells are measured on fewer than 5,000 held-out tokens (500): others may turn a verdict; give more.",
+        "1 of 2 cells are of more than 10 passes over the text (up to 40): it is little; give more.",
+        "1 of 2 cells, of mod, have a loss above that of guessing, ln 257 = 5.55.",
+    ]
+    seen = {"variant": "dense", "measured_images": 10_000, "passes": 100.0, "loss_causal": 90.0, "loss": 2.2}
+    assert doubts([seen], 10, images=True) == []  # images are changed whenever they are seen
+    assert len(doubts([seen | {"measured_images": 90, "loss": 2.4}], 10, images=True)) == 2
 
 
 def test_large_numbers_are_short():

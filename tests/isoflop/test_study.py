@@ -1,6 +1,7 @@
 """Whole studies from the command line: run, run again, killed and gone on with, refused, and on Ray and submitit."""
 
 import csv
+import io
 import json
 import multiprocessing
 import os
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -84,7 +85,10 @@ def study(home, out, *more, at_once="1"):
 @pytest.fixture(scope="module")
 def finished(home):
     """A study that was run to its end, two cells at a time. No test changes it."""
-    assert study(home, home / "whole", at_once="2") == 0
+    said = io.StringIO()
+    with redirect_stderr(said):
+        assert study(home, home / "whole", at_once="2") == 0
+    (home / "said.txt").write_text(said.getvalue())
     return home / "whole"
 
 
@@ -124,6 +128,10 @@ def test_a_whole_study(finished):
     assert "mod against dense at 1.38e08 FLOPs" in page
     assert 'src="' not in page
     assert "The best cell of each variant" in page
+    assert "<th>passes over the text</th><th>held-out tokens</th>" in re.sub(r"<th[^>]*>", "<th>", page)
+    few = "12 of 12 cells are measured on fewer than 5,000 held-out tokens ("
+    assert few in page
+    assert f"depthgate: warning: {few}" in (finished.parent / "said.txt").read_text()
     assert 'class="token"' in page or 'class="skipped"' in page  # the routed text
     for name in ("curves.png", "curves.svg"):
         assert (finished / name).stat().st_size > 5000
@@ -433,12 +441,57 @@ def test_sizes_around_another_center_are_added(home, own):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("grid.json", "[]"), ("grid.json", "{"), ("results.jsonl", "{}\n"), ("results.jsonl", HALF), *LACKING],
+    [
+        *(("grid.json", content) for content in ("[]", "{", '{"commands": 5}', '{"commands": "ab"}', '{"study": 5}')),
+        ("results.jsonl", "{}\n"),
+        ("results.jsonl", HALF),
+        *LACKING,
+    ],
 )
 def test_damaged_files_of_a_study_are_named(home, own, capfd, name, content):
     (own / name).write_text(content.replace("KEY", rows(own)[0]["study"]))
     assert study(home, own) == 2
-    assert name in capfd.readouterr().err
+    assert re.search(f"{name} (is|belongs to another study, or is) damaged: choose another", capfd.readouterr().err)
+
+
+def test_a_row_that_was_cut_off_is_built_again(home, own, capfd):
+    path, before = own / "results.jsonl", (own / "results.jsonl").read_text()
+    for end in (5, len(before.splitlines()[-1])):
+        path.write_text(before[:-end])
+        assert study(home, own) == 0
+        assert path.read_text() == before
+        assert f"{path}: its last line is cut off" in capfd.readouterr().err
+    path.write_text(before[:-1])  # the line is whole
+    assert study(home, own) == 0
+    assert "cut off" not in capfd.readouterr().err
+
+
+def test_a_cell_without_a_whole_checkpoint_is_named_with_the_remedy(home, own, capfd):
+    result = sorted(own.glob("cells/1.73e08-dense-*/result.json"))[0]
+    result.unlink()
+    for weights in result.parent.glob("step-*/model.safetensors"):
+        weights.write_bytes(weights.read_bytes() + b"x")
+    assert study(home, own) == 2
+    assert f"no complete checkpoint in {result.parent}: delete that folder to train again" in capfd.readouterr().err
+    shutil.rmtree(result.parent)
+    assert study(home, own) == 0
+    assert result.is_file()
+
+
+@pytest.mark.parametrize("scale", ["-0.01", "NaN", "Infinity", "0", "true", "1.5", '"much"', "null"])
+def test_damaged_rates_are_named_with_the_remedy(home, tmp_path, capfd, scale):
+    out, one = tmp_path / "out", ["--variants", "dense", "--lr_sweep", "true", "--budgets", "1.38e8", "--dry_run"]
+    config = config_of(home, out, variants="dense", budgets="1.38e8", measured=500, lr_sweep=True)
+    (home / "made").mkdir(exist_ok=True)
+    out.mkdir()
+    (out / "grid.json").write_text(json.dumps(Study(replace(config, out=str(home / "made"))).options))
+    (out / "rates.json").write_text(f'{{"dense": {scale}}}')
+    assert study(home, out, *one) == 2
+    said = capfd.readouterr().err
+    assert f"{out / 'rates.json'} is damaged" in said
+    assert "delete it to have the rates found again" in said
+    (out / "rates.json").write_text('{"dense": 0.01}')
+    assert study(home, out, *one) == 0
 
 
 def test_a_text_shorter_than_a_sequence_is_refused_before_any_cell(home, tmp_path, capfd):
@@ -504,6 +557,21 @@ def test_a_sweep_finds_rates(home, tmp_path):
         best = min(losses, key=losses.get)
         assert len(losses) >= 3
         assert min(losses) < best < max(losses) or len(losses) == 9
+
+
+def test_later_variants_are_swept_at_the_budget_of_the_first_sweep(home, tmp_path):
+    """Also where rates.json, of an older version, does not name it."""
+    out, shared = tmp_path / "out", ["--sizes", "1", "--lr_sweep", "true", "--extend", "true", "--budgets"]
+    assert study(home, out, *shared, "1.73e8", "--variants", "dense") == 0
+    rates = json.loads((out / "rates.json").read_text())
+    assert rates.pop("budget") == 1.73e8
+    for variant, older in (("mod", False), ("moe", True)):
+        if older:
+            (out / "rates.json").write_text(json.dumps(rates))
+        assert study(home, out, *shared, "1.38e8,1.73e8", "--variants", f"dense,{variant}") == 0
+    assert json.loads((out / "rates.json").read_text())["budget"] == 1.73e8
+    swept = [json.loads(path.read_text()) for path in out.glob("sweep/*/result.json")]
+    assert {(row["variant"], row["budget"]) for row in swept} == {(name, 1.73e8) for name in ("dense", "mod", "moe")}
 
 
 def test_dense_has_a_second_seed_that_calibrates_the_study(home, tmp_path, capsys):

@@ -187,6 +187,37 @@ def test_threshold_after_one_update_is_the_kth_best_of_the_batch():
     assert router(x, causal=True).chosen.sum() == 12
 
 
+@pytest.mark.parametrize("experts", [1, 3])
+def test_the_threshold_lets_through_what_short_documents_took(experts):
+    """Documents of 5 tokens get one each, 20% where the capacity is 12.5%; what they get with padding and kept ones."""
+    options = {"experts": experts, "rule": "threshold", "across_experts": experts > 1}
+    x, doc, pos = torch.randn(4, 40, 8), torch.arange(40).expand(4, 40) // 5, torch.arange(40).repeat(4, 1)
+    pos[1:, 30:] = -1
+    keep = torch.rand(4, 40) < 0.05
+    for kept in ({}, {"keep": keep}):
+        router = TopTokens(8, 0.125, **options)
+        plan = router(x, pos, doc=doc, **kept)
+        assert (plan.chosen.sum((0, 1)) == 8 + 3 * 6).all()
+        router.update(plan)
+        causal = router(x, pos, causal=True, doc=doc, **kept).chosen
+        kept_too = (keep & (pos >= 0))[..., None] & ~plan.chosen if kept else torch.zeros_like(causal)
+        assert torch.equal(causal.sum((0, 1)), (plan.chosen | kept_too).sum((0, 1)))
+
+
+def test_where_shares_are_exact_the_threshold_is_that_of_the_capacity():
+    """Long documents: k of all tokens of the batch is the sum of the k of each sequence, also with padding."""
+    x, pos = torch.randn(3, 64, 8), torch.arange(64).repeat(3, 1)
+    pos[1, 32:] = -1
+    for places in (None, pos):
+        router, valid = TopTokens(8, 0.125, rule="threshold"), None if places is None else places >= 0
+        plan, alone = router(x, places), Threshold()
+        for _ in range(3):
+            router.update(plan)
+            alone.update(plan.scores, valid, 0.125)
+        assert torch.equal(router.rule.average, alone.average)
+        assert torch.equal(router.rule.weight, alone.weight)
+
+
 def test_kept_tokens_take_their_places_before_the_threshold():
     """Of 8 tokens 4 are routed, 2 of them kept: the threshold lets the best 2 of the others through, as the top k does,
     and the best one where kept tokens take every place."""

@@ -124,7 +124,7 @@ def test_where_all_are_damaged_nothing_is_overwritten(home, tmp_path, capsys):
     assert resume(home, tmp_path / "run", 10) == 2
     errors = capsys.readouterr().err
     assert "no complete checkpoint" in errors
-    assert "train again, into another folder" in errors
+    assert "delete that folder to train again" in errors
     assert "step-5/model.safetensors" in errors
     assert "step-10/model.safetensors" in errors
     assert tree(tmp_path / "run") == before

@@ -255,7 +255,7 @@ def load(run: Path, only: Collection[str] | None = None, world: World = ALONE, h
                 warnings.warn(f"{reason}\nstep {found.step} is loaded instead", DepthgateWarning, stacklevel=2)
         return found
     reasons = "".join(f"\n{reason}" for reason in list(failed.values())[:5])
-    remedy = "train again, into another folder" if failed else "the run has not saved yet, or this is not its folder"
+    remedy = "delete that folder to train again" if failed else "the run has not saved yet, or this is not its folder"
     if runs := runs_in(Path(run)):
         remedy = f"it holds runs, name one of them: {runs}"
     raise DepthgateError(f"no complete checkpoint in {run}: {remedy}{reasons}")

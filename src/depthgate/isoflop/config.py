@@ -3,14 +3,15 @@
 import json
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
 from depthgate.config import EXPERT_KINDS, ROUTED_KINDS, ModelConfig, TrainConfig, check_vocab
 from depthgate.errors import InvalidValueError, check_count, check_number, near
 from depthgate.options import DEVICES, Options, choice, count, number, option
-from depthgate.recipes import EXPERTS, MOD, PRESETS, RECIPE, RENAMED, train_config
+from depthgate.recipes import EXPERTS, MOD, PRESETS, RECIPE, RENAMED, SCHEDULE, train_config
 from depthgate.vision import ImagesConfig, ViTConfig
 
 _DENSE = {"pattern": "dense", **RECIPE}
@@ -44,7 +45,7 @@ _FIXED = {
 # Options that layers of some kinds alone read: where a variant has none of these, it would be compared with itself.
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("capacity", "capacity_steps"), ROUTED_KINDS),
-    **dict.fromkeys(("gate", "rule", "router_norm"), ("mod", "mode_staged")),
+    **dict.fromkeys(("gate", "rule", "rule_loss", "router_norm"), ("mod", "mode_staged")),
     **dict.fromkeys(("experts", "expert_hidden"), (*EXPERT_KINDS, "soft_moe")),
     **dict.fromkeys(("top_k", "null_experts", "shared_experts", "expert_gate"), EXPERT_KINDS),
     **dict.fromkeys(("pool", "choice"), ("mode",)),
@@ -117,6 +118,11 @@ def parse_variant(text: str, images: bool = False) -> Variant:
     variant = (ImageVariant if images else Variant)(text, model, training)
     shape = variant.shape(model.get("dim", 64), {} if images else 257, 64)
     replace(runs(), model=shape, **training)  # refuses bad values
+    if baseline([name]) and (other := next((kind for kind in shape.kinds if kind != "dense"), None)):
+        named = renamed if (renamed := name.replace("dense", other)) in presets else other
+        rest = [f"pattern={model['pattern'].replace(',', '+')}", *(o for o in options if o[:8] != "pattern=")]
+        why = f"others are compared with dense, and it has {other} layers; name it {':'.join([named, *rest])}"
+        raise InvalidValueError(f"variants has {text!r}: {why}")
     there = {*shape.kinds, *("moe",) * (tokens := model.get("choice") == "tokens")}  # tokens choose as in a moe layer
     for key in keys:
         where = " where experts choose" * (key == "pool")
@@ -124,6 +130,15 @@ def parse_variant(text: str, images: bool = False) -> Variant:
             why = f"no layer of it reads {key}, which is for {', '.join(read_by)}{where}; leave it out"
             raise InvalidValueError(f"variants has {text!r}: {why}")
     return variant
+
+
+def _trained(variant: Variant, images: bool) -> list[dict[str, Any]]:
+    """What a variant trains at two widths, without the options that no layer reads."""
+    run = asdict(replace((ImagesConfig if images else TrainConfig)(), **{**SCHEDULE, **variant.training}))
+    shapes = [variant.shape(dim, {} if images else 257, 64) for dim in (64, 512)]
+    there = {*shapes[0].kinds, *("moe",) * (variant.model.get("choice") == "tokens")}
+    whole = [run | asdict(s) | {"pattern": s.kinds} | dict.fromkeys(("first", "start", "model")) for s in shapes]
+    return [{k: v for k, v in each.items() if not there.isdisjoint(_READ_BY.get(k, there))} for each in whole]
 
 
 @dataclass(frozen=True)
@@ -178,6 +193,9 @@ class IsoflopConfig(Options):
         for name, found in (("budgets", budgets), ("variants", [each.name for each in self.variant_list])):
             if len(set(found)) < len(found):
                 raise InvalidValueError(f"{name} is {getattr(self, name)!r}: one stands twice")
+        for one, other in combinations(self.variant_list, 2):
+            if _trained(one, self.images) == _trained(other, self.images):
+                raise InvalidValueError(f"variants has {one.name!r} and {other.name!r}: the same, leave one out")
         if self.seeds_at_minimum is not None:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
         if self.lr is not None and self.lr_sweep:

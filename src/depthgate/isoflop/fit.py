@@ -236,15 +236,15 @@ def verdicts(curves: Sequence[Curve]) -> list[Verdict]:
     run."""
     names = {curve.variant for curve in curves}
     dense, known = baseline(names), {(curve.variant, curve.budget): curve for curve in curves}
-    pairs: list[Any] = [(dense, name, DENSE) for name in names - {dense}]
+    pairs: list[Any] = [(dense, name) for name in names - {dense}]
     for name in names:
         kind, colon, options = name.partition(":")
-        pairs += [(other := f"{each}{colon}{options}", name, other) for each in CONTROLS if kind == LEARNT]
+        pairs += [(f"{each}{colon}{options}", name) for each in CONTROLS if kind == LEARNT]
     bracketed = {name: [c for c in curves if c.variant == name and c.bracketed] for name in names}
     return [
-        replace(_verdict(known[first, c.budget], c, bracketed[name]), against=said)
+        replace(_verdict(known[first, c.budget], c, bracketed[name]), against=first)
         for c in curves
-        for first, name, said in pairs
+        for first, name in pairs
         if name == c.variant and (first, c.budget) in known
     ]
 
@@ -272,9 +272,9 @@ def calibrations(rows: Iterable[Row]) -> list[Verdict]:
         ]
         gains = [1 - halves[1][size] / loss for size, loss in sorted(halves[0].items()) if loss and size in halves[1]]
         if len(gains) > 1:
-            found.append(Verdict(budget, AGAIN, "", *paired(gains)))
+            found.append(Verdict(budget, AGAIN, "", *paired(gains), against=str(dense)))
         elif len(seeds) > 1:
-            found.append(Verdict(budget, AGAIN, "only one size has other seeds"))
+            found.append(Verdict(budget, AGAIN, "only one size has other seeds", against=str(dense)))
     return found
 
 

@@ -21,10 +21,12 @@ from depthgate.errors import DepthgateError
 from depthgate.files import replace
 from depthgate.flops import parameters, training_flops
 from depthgate.generation.calls import generate
-from depthgate.isoflop.fit import DENSE, Curve, calibrations, verdicts
+from depthgate.isoflop.config import baseline
+from depthgate.isoflop.fit import Curve, calibrations, verdicts
 from depthgate.isoflop.fit import curves as curves_of
 from depthgate.isoflop.grid import CELLS, Row
 from depthgate.isoflop.sentences import advice, compared, in_words, no_verdict, of_images, resolution, short_flops
+from depthgate.isoflop.sentences import doubts as doubts_of
 from depthgate.isoflop.study import Study, duration, speed
 from depthgate.loading import load, text_of
 from depthgate.model import Decoder
@@ -49,12 +51,14 @@ _CELL = {
     **{"variant": "variant", "budget": "budget", "causal loss": "loss_causal", "top-k loss": "loss"},
     **{"bits per byte": "bits_per_byte", "tokens in routed layers": "routed_share"},
     **{"experts per token": "experts_per_token", "layers": "layers", "width": "dim"},
-    **{"parameters": "params", "tokens": "tokens", "lr": "lr", "seed": "seed", "seconds": "seconds"},
+    **{"parameters": "params", "tokens": "tokens", "passes over the text": "passes"},
+    **{"held-out tokens": "measured_tokens", "lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _IMAGE_CELL = {
     **{"variant": "variant", "budget": "budget", "error, percent": "loss_causal", "loss, nats": "loss"},
     **{"calibration error": "calibration_error", "layers": "layers", "width": "dim", "parameters": "params"},
-    **{"images": "images", "lr": "lr", "seed": "seed", "seconds": "seconds"},
+    **{"images": "images", "passes over them": "passes", "held-out images": "measured_images"},
+    **{"lr": "lr", "seed": "seed", "seconds": "seconds"},
 }
 _BEST = {
     label: {
@@ -130,7 +134,7 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     out, rows, curves = study.out, study.rows, curves_of(study.rows)
     found, best, checks = verdicts(curves), [curve.summary() for curve in curves], calibrations(rows)
     one_size = all(len(curve.costs) == 1 for curve in curves)  # then there is nothing to fit
-    ranked = sorted(found, key=lambda v: (bool(v.refused), v.against != DENSE, -v.budget, -v.gain))
+    ranked = sorted(found, key=lambda v: (bool(v.refused), not baseline([v.against]), -v.budget, -v.gain))
     verdict = [*map(in_words, ranked), *map(resolution, checks)] or [no_verdict(curves)]
     more, seeds = study.config.more_sizes, study.config.seeds_at_minimum or study.config.seeds
     smallest = {name: parameters(shapes[0]) for name, shapes in study.grid.ladders.items()}
@@ -138,8 +142,9 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     sentences = compared(rows) if one_size else [verdict[0], *mend, *verdict[1:]]
     left_out = Counter(cell.variant for cell in study.failed)
     sentences += [f"Left out as failed: {pages.count(n, 'cell')} of {name}." for name, n in left_out.items()]
-    label, columns, about = _LOSS, _CELL, "study_cells"
+    label, columns, about, guesses = _LOSS, _CELL, "study_cells", study.grid.vocab
     if study.config.images:
+        rows, guesses = [{**row, "passes": row["images"] / study.trained_on} for row in rows], guesses["classes"]
         label, columns, about = _ERROR, _IMAGE_CELL, "study_image_cells"
         sentences = [of_images(sentence) for sentence in sentences]
         best = [row | {"open_because": of_images(row["open_because"])} for row in best]
@@ -147,7 +152,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     writer = csv.DictWriter(results := StringIO(newline=""), names, extrasaction="ignore")
     writer.writeheader()
     writer.writerows(rows)
-    marked = [re.sub("`(.+?)`", r"<code>\1</code>", pages.html(sentence)) for sentence in sentences]
+    doubts = doubts_of(rows, guesses, study.config.images)
+    marked = [re.sub("`(.+?)`", r"<code>\1</code>", pages.html(sentence)) for sentence in (*sentences, *doubts)]
     said = pages.join([pages.paragraph(Html(sentence)) for sentence in marked])
     table = _table(rows, columns, turned=one_size)
     cells, trained = pages.table(*table, pages.fill(about)), _trained(study)
@@ -159,6 +165,8 @@ def write(study: Study, as_json: bool, title: str = TITLE, lead: Html | None = N
     replace(out / "results.csv", results.getvalue())
     replace(out / "report.html", pages.page(title, sections))
     pictures = [] if one_size else _pictures(out, curves, label)
+    for sentence in doubts:
+        print(f"depthgate: warning: {sentence}", file=sys.stderr)
     if as_json:
         told, checked = ([{n: _finite(x) for n, x in asdict(v).items()} for v in each] for each in (found, checks))
         report = {"cells": len(rows), "best": best, "verdicts": told, "calibration": checked, "rows": rows}

@@ -11,6 +11,8 @@ from depthgate.isoflop.fit import Curve, Interval, Verdict, seed_by_seed
 from depthgate.isoflop.grid import Row
 from depthgate.view.page import count
 
+_FEW, _MANY_PASSES = {"tokens": 5_000, "images": 1_000}, 10
+
 
 def short_flops(number: float) -> str:
     """A large number in few characters: 3e15, not 3e+15."""
@@ -75,7 +77,7 @@ def in_words(verdict: Verdict) -> str:
 
 def resolution(check: Verdict) -> str:
     """The comparison of dense with itself as a sentence."""
-    start = f"Dense against dense with other seeds at {short_flops(check.budget)} FLOPs"
+    start = f"{check.against} against {check.against} with other seeds at {short_flops(check.budget)} FLOPs"
     if check.gain_interval is None:
         return f"{start}: no interval, {check.refused}."
     low, high = check.gain_interval
@@ -112,10 +114,27 @@ def _takes_nothing(row: Row) -> bool:
     return any(each and max(each) < 0.001 for each in (row["routed_share"], [] if used is None else [used]))
 
 
+def doubts(rows: Sequence[Row], guesses: int, images: bool = False) -> list[str]:
+    """Why losses say little. `guesses`: tokens, or classes, that a model that has learnt nothing guesses among."""
+    fewest = _FEW[what := "images" if images else "tokens"]
+    few = [found for row in rows if (found := row.get(f"measured_{what}", fewest)) < fewest]
+    many = [found for row in rows if (found := row.get("passes") or 0) > _MANY_PASSES and not images]
+    bad = Counter(row["variant"] for row in rows if row["loss" if images else "loss_causal"] > math.log(guesses))
+    said = {
+        f"measured on fewer than {fewest:,} held-out {what} ({min(few, default=0):,}): others may turn a verdict": few,
+        f"of more than {_MANY_PASSES} passes over the text (up to {max(many, default=0):,.0f}): it is little": many,
+    }
+    found = [
+        f"{len(cells)} of {count(len(rows), 'cell')} are {why}; give more." for why, cells in said.items() if cells
+    ]
+    above = f"have a loss above that of guessing, ln {guesses:,} = {math.log(guesses):.2f}."
+    return [*found, *(f"{n} of {count(len(rows), 'cell')}, of {name}, {above}" for name, n in bad.items())]
+
+
 def no_verdict(curves: Sequence[Curve]) -> str:
     names = {curve.variant for curve in curves}
     several = sum(name.startswith("dense:") for name in names) > 1
-    why = "there is only dense" if baseline(names) else "there is no dense to compare with"
+    why = f"there is only {dense}" if (dense := baseline(names)) else "there is no dense to compare with"
     return f"No verdict: {'of several kinds of dense none is plain: add dense' if several else why}."
 
 

@@ -22,9 +22,9 @@ from depthgate.data.images import Shuffled, open_images
 from depthgate.data.token_file import prepare
 from depthgate.data.tokenizer import TextTokenizer, tokenizer_by_name
 from depthgate.device import resolve_device
-from depthgate.errors import DepthgateError
+from depthgate.errors import DepthgateError, check_number
 from depthgate.files import handled, replace, write_json
-from depthgate.isoflop.cell import finished, launch, read_row, say, text_file
+from depthgate.isoflop.cell import RESULT, finished, launch, read_row, say, text_file
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import CELLS, TRIED, Cell, Grid, Row, best_rate, check_fits, further_rates, scale_of_rates
 from depthgate.options import command
@@ -57,7 +57,7 @@ class Study:
         self.options["measured"] = config.most_measured
         if config.images:
             train, _ = open_images(config.data)
-            _, channels, *size = train.pixels.shape
+            self.trained_on, channels, *size = train.pixels.shape
             self._seen = {"image": "x".join(map(str, size)), "channels": channels, "classes": len(train.names)}
             self.options |= {"data_hash": Shuffled(train, 1).fingerprint(), "recipe": {"stem": True, **AUGMENTED}}
         for name in _TEXTS if not config.images else ():
@@ -70,8 +70,11 @@ class Study:
         same = json.dumps({name: value for name, value in self.options.items() if name not in _GROWS}, sort_keys=True)
         self.key = recorded.get("study") or hashlib.sha256(same.encode()).hexdigest()[:16]
         path = self.out / RESULTS
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-        self.rows = [read_row(line, {"study": self.key}, path) for line in lines]
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        if text and text[-1] not in "}\n":
+            say(f"{path}: its last line is cut off and left out; its cell gives it again")
+            text = text[: text.rfind("\n") + 1]
+        self.rows = [read_row(line, {"study": self.key}, path) for line in text.splitlines()]
         self.failed: dict[Cell, Exception] = {}
         self._plan()
         self._check_fits([cell for cell in self.cells if self._found(cell) is None])
@@ -93,13 +96,13 @@ class Study:
         return tokenizer_by_name(name, self.config.data, vocab, self.out / TOKENIZER if name == "bpe" else None)
 
     def _rates(self) -> dict[str, float]:
-        """The scales of the learning rates that a sweep has found."""
+        """The scales of the learning rates that a sweep has found, and its budget, which older files lack."""
         path = self.out / RATES
         try:
             found = json.loads(path.read_text(encoding="utf-8")) if self.config.lr_sweep and path.exists() else {}
-            return {name: float(scale) for name, scale in found.items()}
-        except (ValueError, TypeError, AttributeError):
-            raise DepthgateError(f"{path} is damaged: delete it to have the rates found again") from None
+            return {n: check_number(x, n, "(0, inf)" if n == "budget" else "(0, 1]") for n, x in found.items()}
+        except (ValueError, AttributeError) as error:
+            raise DepthgateError(f"{path} is damaged ({error}): delete it to have the rates found again") from None
 
     def _check_fits(self, cells: Sequence[Cell]) -> None:
         if cells and self.config.launcher == "local":  # the memory of other machines is not known here
@@ -115,7 +118,8 @@ class Study:
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             old = {name: found.get(name, getattr(IsoflopConfig, name, None)) for name in self.options}
-        except (ValueError, AttributeError):
+            "".join((*list.copy(found.get("commands", [])), found.get("study", "")))  # a list of texts, and a text
+        except (ValueError, AttributeError, TypeError):
             raise DepthgateError(f"{path} is damaged: choose another --out") from None
         differ = [n for n, value in self.options.items() if old[n] != value and not (extend and n in _GROWS)]
         if differ:
@@ -159,9 +163,11 @@ class Study:
             self._run(more)
 
     def _sweep(self) -> None:
-        """Find the learning rate of the middle size of each variant at the smallest budget; those of other sizes follow
-        from it by the rule. The variants go on side by side."""
-        budget, seed, found = self.config.budget_list[0], self.config.seed, self._rates()
+        """Find the learning rate of the middle size of each variant at the smallest budget, or at that of the first
+        sweep, if there was one; those of other sizes follow from it by the rule. The variants go on side by side."""
+        seed, found = self.config.seed, self._rates()
+        before = [read_row(path.read_text(errors="replace"), {}, path) for path in self.out.glob(f"{SWEEP}/*/{RESULT}")]
+        budget = found.get("budget") or max((row["budget"] for row in before), default=self.config.budget_list[0])
         names = sorted(self.grid.ladders.keys() - found.keys())
         shapes = {name: self.grid.shapes(budget, name) for name in names}
         middle = {name: each[len(each) // 2] for name, each in shapes.items()}
@@ -178,7 +184,7 @@ class Study:
                 raise DepthgateError(f"no learning rate of {name} gave a loss: see {self.out / SWEEP}")
             found[name] = scale_of_rates(best_rate(losses[name]), middle[name].dim)
         self.failed.clear()  # a rate that fails is a bad rate, and not a failure of the study
-        write_json(self.out / RATES, found)
+        write_json(self.out / RATES, {**found, "budget": budget})
 
     def _found(self, cell: Cell) -> Row | None:
         """The row of a finished cell; where its folder was deleted, the one that results.jsonl keeps."""
@@ -235,7 +241,7 @@ def _short(lr: float) -> float:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 def speed(rows: Collection[Row]) -> float:

@@ -97,10 +97,13 @@ class Threshold(nn.Module):
         return scores.detach() - self.threshold.to(scores.dtype)
 
     @torch.no_grad()
-    def update(self, scores: Tensor, valid: Mask, capacity: float, unless: Mask = None, keep: Mask = None) -> None:
+    def update(
+        self, scores: Tensor, valid: Mask, capacity: float | Tensor, unless: Mask = None, keep: Mask = None
+    ) -> None:
         """Move towards the k-th best of all valid scores (B, T, E) of the batch, k = `budget(capacity, valid)`; the
-        tokens of `keep` (B, T) take their places of the k, whatever their scores, and the rest goes to the others.
-        A batch without a valid, finite k-th score moves nothing, nor does one with `unless` true. No host sync."""
+        tokens of `keep` (B, T) take their places of the k, whatever their scores, and the rest goes to the others. In
+        place of `capacity` may stand how many of the others each expert took (E,). A batch without a valid, finite k-th
+        score moves nothing, nor does one with `unless` true. No host sync."""
         if scores.numel() == 0:
             return
         flat = scores.detach().flatten(0, 1)  # (B*T, E)
@@ -109,10 +112,10 @@ class Threshold(nn.Module):
         if valid is not None:
             flat = torch.where(valid.flatten()[:, None], flat, -torch.inf)
             count = valid.sum()
-        k = budgets(capacity, count)
+        k = capacity if isinstance(capacity, Tensor) else budgets(capacity, count)
         if keep is not None:
             kept = keep if valid is None else keep & valid
-            flat, k = torch.where(kept.flatten()[:, None], -torch.inf, flat), k - kept.sum()
+            flat, k = torch.where(kept.flatten()[:, None], -torch.inf, flat), k if k is capacity else k - kept.sum()
         last = (k - 1).clamp(min=0).expand(1, flat.shape[1])
         kth = flat.sort(dim=0, descending=True).values.gather(0, last)[0]  # (E,); an index would be a host sync
         self.move(kth, count > 0 if unless is None else (count > 0) & ~unless)

@@ -206,12 +206,15 @@ class TopTokens(nn.Module):
         return choose(ranked, valid, doc, self.capacity, min(T, k + max_documents - 1))
 
     def update(self, plan: Slots, unless: Tensor | None = None) -> None:
-        """Move the rule's threshold, if it has one, by a plan's scores, `unless` (a bool on the device) is true."""
+        """Move the rule's threshold, if it has one, by a plan's scores, `unless` (a bool on the device) is true: as
+        many tokens reach it as the plan took, which are more than the capacity says where documents are short."""
         if not isinstance(self.rule, Threshold):
             return
         ranked = self._ranked(plan.scores.detach())
         if self.pool == "sequence" or plan.causal or plan.keep is not None or not plan.tokens.numel():
-            self.rule.update(ranked, plan.valid, self.capacity, unless, plan.keep)
+            others = plan.chosen if plan.keep is None else plan.chosen & ~plan.keep[..., None]
+            share = self.capacity if plan.causal or self.pool == "batch" else others.sum((0, 1))
+            self.rule.update(ranked, plan.valid, share, unless, plan.keep)
             return
         # The whole batch was ranked: the k-th best scores are the lowest that were taken, and nothing is sorted again.
         taken = self._by_pool(ranked).gather(2, plan.tokens)
