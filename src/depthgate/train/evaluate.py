@@ -57,7 +57,7 @@ def measure(model: LanguageModel, documents: Documents, batch: int, most: int | 
         "bits_per_byte": nats[True] / math.log(2) / size,
         "nats_per_token_top_k": nats[False] / targets,
         "bits_per_byte_top_k": nats[False] / math.log(2) / size,
-        **{name: [n / of if of else 1.0 for n, of in (each.tolist() if plans else ())] for name, each in sums.items()},
+        **{name: [part / all_ if all_ else 1.0 for part, all_ in layers.tolist()] for name, layers in sums.items()},
     }
 
 
