@@ -87,4 +87,4 @@ def test_compiled_it_gives_the_same():
     close(compiled, plain, DTYPE)
     for one, two in zip(torch.autograd.grad(compiled.float().square().mean(), given), grads, strict=True):
         close(one, two, DTYPE)
-    assert attention.is_short(v)
+    assert attention.is_short(v, *attention._PACKED)

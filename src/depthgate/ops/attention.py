@@ -16,7 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from depthgate.ops.select import triton_works
 
-_SHORT, _NARROW = 1024, 64  # the longest rows and the widest heads of which our kernels are faster than others
+# The longest rows and the widest heads for which our kernels were faster than PyTorch's, of packed documents and of tokens
+# that all look at all (benchmarks/results/h200-attention.md).
+_PACKED, _TO_ALL = (2048, 64), (256, 32)
 
 
 def can_pack(v: Tensor) -> bool:
@@ -29,7 +31,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, most: int) ->
     (B, T): 0 0 0 1 1 2 ..., at most `most` of them, then padding, -1."""
     B, T = doc.shape
     q, k = q.to(v.dtype), k.to(v.dtype)
-    if is_short(v):
+    if is_short(v, *_PACKED):
         return short_attention(q, k, v, doc, True)
     starts = run_starts(doc, most)
     flat = [t.reshape(B * T, *t.shape[2:]) for t in (q, k, v)]
@@ -39,7 +41,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor, most: int) ->
 
 def attention_to_all(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None) -> Tensor:
     """Attention of every token to all tokens, or to those that are `real` (B, T): q, k, v (B, T, H, d) -> the same."""
-    if real is None and is_short(v) and q.dtype == v.dtype:
+    if real is None and is_short(v, *_TO_ALL) and q.dtype == v.dtype:
         return short_attention(q, k, v, None, False)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # A row of padding alone looks at itself: its result is thrown away, and looking at nothing would be 0/0.
@@ -47,11 +49,11 @@ def attention_to_all(q: Tensor, k: Tensor, v: Tensor, real: Tensor | None = None
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
 
 
-def is_short(v: Tensor) -> bool:
-    """True if our kernels are to attend to values (B, T, G, d) like these: narrow heads in half precision on CUDA."""
+def is_short(v: Tensor, longest: int, widest: int) -> bool:
+    """True if our kernels are to attend to values (B, T, G, d) like these: short rows, narrow heads, halves on CUDA."""
     B, T, _, d = v.shape
     halves = v.is_cuda and v.dtype in (torch.bfloat16, torch.float16)
-    return halves and B > 0 and 0 < T <= _SHORT and d <= _NARROW and triton_works()
+    return halves and B > 0 and 0 < T <= longest and d <= widest and triton_works()
 
 
 def short_attention(q: Tensor, k: Tensor, v: Tensor, doc: Tensor | None, causal: bool) -> Tensor:
