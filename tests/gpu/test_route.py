@@ -6,7 +6,8 @@ import os
 import pytest
 import torch
 
-from depthgate.hf import layer, parts
+import depthgate as dg
+from depthgate.hf import decoder, layer, parts
 from depthgate.ops import reference, select
 from depthgate.routing import GATES, RULES, TopTokens, routers
 from tests.conftest import close
@@ -58,7 +59,9 @@ def test_marks(gate, slots):
     decision[1], decision[2] = 1, -1
     for valid in (None, torch.arange(13).expand(3, 13) > 2):
         given = decision, valid, scores, gate
-        ours, many = route.marked(*there(*given), slots)
+        lacking = torch.tensor(2, device=DEVICE)
+        ours, many = route.marked(*there(*given), slots, lacking)
+        assert int(lacking) == max(2, int(many.max()) - slots)
         theirs, wanted = reference.marked(*given, slots)
         same((*ours, many), (*theirs, wanted))
 
@@ -169,8 +172,28 @@ def test_a_converted_model_gives_the_same_by_kernels(kind, monkeypatch):
     for call in calls:
         found = []
         for kernels in (False, True):
-            for module in (routers, layer, parts):
+            for module in (routers, layer, parts, decoder):
                 monkeypatch.setattr(module, "few_launches", lambda _, kernels=kernels: kernels)
             with torch.no_grad():
                 found.append(model(ids, **{"use_cache": False, **call}).logits[mask.bool()])
         close(*found)
+
+
+def test_a_causal_pass_that_lacks_slots_is_computed_again(monkeypatch):
+    """On CUDA no layer asks how many tokens entered: what it gives is the same, whether or not they all had slots."""
+    zoo = pytest.importorskip("tests.hf.zoo", reason="transformers is not installed")
+    model, ids = zoo.routed("llama", rule="threshold", capacity=0.05).to(DEVICE), zoo.tokens(2, 60).to(DEVICE)
+    bounds = []
+    for low in (-9.0, 9.0, -9.0):  # all tokens enter, then none, then all again
+        for each in dg.hf.routed_layers(model):
+            each.depth_router.rule.average.fill_(low)
+            each.depth_router.rule.weight.fill_(1.0)
+        found = []
+        for kernels in (False, True):
+            for module in (routers, layer, parts, decoder):
+                monkeypatch.setattr(module, "few_launches", lambda _, kernels=kernels: kernels)
+            with torch.no_grad():
+                found.append(model(ids, use_cache=False).logits)
+        close(*found)
+        bounds.append([each.depth_router.bound for each in dg.hf.routed_layers(model)])
+    assert bounds == [[layer.BOUND_STEPS] * 2] * 3

@@ -1,7 +1,8 @@
-"""The decoder of a routed model: it tells its layers about their tokens, and sees that compiled ones had enough slots.
+"""The decoder of a routed model: it tells its layers about their tokens, and sees that they had enough slots.
 
-A compiled graph has fixed shapes, and the causal rule may route any number of tokens: layers get as many slots as a
-bound of their router says. A pass that lacked some is computed again, not compiled, and the bounds grow.
+The causal rule may route any number of tokens. A compiled graph has fixed shapes, and on CUDA a layer that asks how
+many there are waits for the device: layers get as many slots as a bound of their router says. A pass that lacked some
+is computed again, with as many as it needs, and the bounds grow.
 """
 
 import math
@@ -16,6 +17,7 @@ from depthgate.hf.adapter import collected
 from depthgate.hf.families import decoder_layers
 from depthgate.hf.inputs import KEYWORD, Tokens, hand_down
 from depthgate.hf.layer import BOUND_STEPS, RoutedLayer
+from depthgate.ops.select import few_launches
 
 _Decoder: Any = object  # next to a decoder of transformers, which is a module
 _SPARE = 1 / 8  # of the slots that were needed, when bounds grow
@@ -48,13 +50,16 @@ class RoutedDecoder(_Decoder):  # type: ignore[misc]
         return [layer for layer in decoder_layers(self) if isinstance(layer, RoutedLayer)]
 
     def _bounded(self, tokens: Tokens, kwargs: dict[str, Any]) -> bool:
-        """True for a causal pass of compiled layers that can be computed again: one that is not given a cache."""
+        """True for a causal pass whose layers are not to wait for the device, and which can be computed again: a
+        compiled one that is not given a cache, or one on CUDA that makes none either."""
         causal = not self.training if tokens.causal is None else tokens.causal
         if not causal or kwargs.get("past_key_values") is not None or (self.gradient_checkpointing and self.training):
             return False
         if torch.compiler.is_compiling():
             return bool(_may_break())
-        return any(layer._compiled_call_impl is not None for layer in self.routed_layers)
+        compiled = any(layer._compiled_call_impl is not None for layer in self.routed_layers)
+        cached = kwargs.get("use_cache", getattr(self.config, "use_cache", False)) is not False
+        return compiled or (not cached and few_launches(next(self.parameters()).detach()))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

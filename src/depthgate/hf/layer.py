@@ -31,7 +31,7 @@ _Layer: Any = object  # next to the layer's own class, which is a module
 class DepthRouter(TopTokens):
     """A router that stays in float32 when its model is cast (`model.half()`), as it is when the model is loaded."""
 
-    bound = 0  # slots of a compiled causal pass, in 1/BOUND_STEPS of the tokens; 0: none was exceeded yet
+    bound = 0  # slots of a causal pass that does not wait, in 1/BOUND_STEPS of the tokens; 0: none was exceeded yet
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def kept(tensor: Tensor) -> Tensor:
@@ -75,15 +75,15 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         (B, T, _), slots = x.shape, None
         causal = not self.training if tokens.causal is None else tokens.causal
         documents = {"doc": tokens.doc, "max_documents": tokens.max_documents}
-        if causal and tokens.lacking is not None and torch.compiler.is_compiling():
+        lacking = None if tokens.lacking is None or tokens.lacking.device != x.device else tokens.lacking
+        if causal and lacking is not None and (torch.compiler.is_compiling() or few_launches(x)):
             slots = _bounded_slots(self.depth_router, T)
         elif causal and T == 1 < B:
             slots = 1
         # The first call with a static cache makes the room that later ones are compiled for, though no token may enter.
         fewest = int(store.is_compileable and not torch.compiler.is_compiling())
-        plan: Slots = self.depth_router(x, tokens.pos, causal, **documents, fewest_slots=fewest, slots=slots)
-        if slots is not None and tokens.lacking is not None:
-            tokens.lacking.copy_(torch.maximum(tokens.lacking, plan.causal_choice.sum(1).amax() - slots))
+        given = {**documents, "fewest_slots": fewest, "slots": slots, "lacking": lacking}
+        plan: Slots = self.depth_router(x, tokens.pos, causal, **given)
         y = self._through(x, plan, tokens.doc, store, keywords)
         store.advance(T)
         return teach(y, plan, self.depth_router, tokens)
@@ -158,7 +158,8 @@ def routed_layers(model: Any) -> list[RoutedLayer]:
 
 
 def _bounded_slots(router: Any, tokens: int) -> int:
-    """Slots that a compiled causal pass over so many tokens gets: a few more than the capacity, or its bound, says."""
+    """Slots that a causal pass over so many tokens gets where nothing is to wait for the device: a few more than the
+    capacity, or its bound, says."""
     bound: int = max(router.bound, math.ceil(BOUND_STEPS * router.capacity * (1 + _FIRST_SPARE)))
     return min(tokens, tokens * bound // BOUND_STEPS + _FEWEST_SLOTS)
 

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from depthgate.ops.select import triton_works
 
-# The longest rows and the widest heads for which our kernels were faster than PyTorch's, of packed documents and of tokens
-# that all look at all (benchmarks/results/h200-attention.md).
+# The longest rows and the widest heads for which our kernels were faster than PyTorch's: of packed documents, and of
+# tokens that all look at all (benchmarks/results/h200-attention.md).
 _PACKED, _TO_ALL = (2048, 64), (256, 32)
 
 

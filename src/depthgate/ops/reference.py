@@ -141,7 +141,7 @@ def scored(
 
 
 def marked(
-    decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, slots: int
+    decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, slots: int, lacking: Tensor | None = None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Twin of `route_triton.marked`."""
     B, T, _ = decision.shape
@@ -153,6 +153,8 @@ def marked(
         for place, t in enumerate([t for t in range(T) if wanted[t]][:slots]):
             slot[b, 0, t], gates[b, 0, place] = place, _gate(float(scores[b, t]), gate)
         many[b] = sum(wanted)
+    if lacking is not None:
+        lacking.fill_(max(int(lacking), int(many.max()) - slots))
     flat = (index + T * torch.arange(B)[:, None, None]).flatten()
     return (index, filled, slot, gates, flat), many
 

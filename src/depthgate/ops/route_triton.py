@@ -122,7 +122,8 @@ def _score(
 
 @triton.jit
 def _mark(
-    decision, valid, scores, index, filled, slot, gates, flat, many, T, C, GATE: tl.constexpr, BLOCK: tl.constexpr
+    decision, valid, scores, index, filled, slot, gates, flat, many, lacking, T, C,
+    GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
@@ -130,7 +131,10 @@ def _mark(
     if valid is not None:
         chosen = chosen & (tl.load(valid + row * T + t, t < T, other=0) != 0)
     s = tl.load(scores + row * T + t, t < T, other=0.0)
-    tl.store(many + row, _put(chosen, s, row, row, t, T, C, index, filled, slot, gates, flat, GATE))
+    total = _put(chosen, s, row, row, t, T, C, index, filled, slot, gates, flat, GATE)
+    tl.store(many + row, total)
+    if lacking is not None:
+        tl.atomic_max(lacking, (total - C).to(tl.int64))
 
 
 @triton.jit
@@ -200,13 +204,15 @@ def scored(
     return scores, decision
 
 
-def marked(decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, slots: int) -> tuple[Chosen, Tensor]:
+def marked(
+    decision: Tensor, valid: Tensor | None, scores: Tensor, gate: str, slots: int, lacking: Tensor | None = None
+) -> tuple[Chosen, Tensor]:
     """decision and scores (B, T, 1) -> what `chosen` gives with a gate, of the tokens whose decision is >= 0, and how
-    many these are (B,), whether or not they have a slot."""
+    many these are (B,), whether or not they have a slot. lacking () int64 is raised to the most that have none."""
     B, T, _ = decision.shape
     made = _slots_of(scores.mT, slots, gate, True)
     many = torch.empty(B, dtype=torch.int32, device=decision.device)
-    launch(_mark, (B,), decision.contiguous(), valid, scores, *made, many, T, slots, **_rows_of(T, gate))
+    launch(_mark, (B,), decision.contiguous(), valid, scores, *made, many, lacking, T, slots, **_rows_of(T, gate))
     return made, many
 
 

@@ -80,6 +80,7 @@ class TopTokens(nn.Module):
         max_documents: int | None = None,
         fewest_slots: int = 0,
         slots: int | None = None,
+        lacking: Tensor | None = None,
     ) -> Slots:
         """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart; keep (B, T) bool,
         tokens that are taken first whatever their score.
@@ -88,13 +89,14 @@ class TopTokens(nn.Module):
         fewest_slots: 1 gives a causal choice of no token an empty slot, so that the block is called all the same, as
             FSDP2 needs it; with gradients there is one in any case.
         slots: those of a causal choice, for a caller that looks whether they suffice: no token beyond them is taken.
+        lacking: () int64, is then raised to the most that a row lacks. Nothing waits for the device.
         """
         _check_call(x, self.dim, pos, doc)
         if keep is not None:
             check_per_token(keep, x, "keep", torch.bool)
         valid = None if pos is None else pos >= 0
         if keep is None and (gate := self._gate_of_kernels(x, causal, doc, max_documents)):
-            return self._by_kernels(x, valid, doc, causal, max_documents, fewest_slots, slots, gate)
+            return self._by_kernels(x, valid, doc, causal, max_documents, fewest_slots, slots, gate, lacking)
         with torch.autocast(x.device.type, enabled=False):
             tokens = self._features(x, valid)
             sparse = self.sparse and torch.is_grad_enabled()
@@ -124,7 +126,10 @@ class TopTokens(nn.Module):
         gates = checked(self.gate(picked), picked.shape, "gate")
         gates = gates if filled is None else gates * filled
         slot = None if slot is None else slot.mT.reshape(scores.shape)
-        return Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep, flat, rows)
+        plan = Slots(chosen, gates, logits, decision, filled, valid, causal, slot, keep, flat, rows)
+        if slots is not None and lacking is not None:
+            lacking.copy_(torch.maximum(lacking, plan.causal_choice.sum(1).amax() - slots))
+        return plan
 
     def _gate_of_kernels(self, x: Tensor, causal: bool, doc: Tensor | None, max_documents: int | None) -> str | None:
         """The name of the gate, where `_by_kernels` gives the plan of `forward`; None elsewhere."""
@@ -146,6 +151,7 @@ class TopTokens(nn.Module):
         fewest: int,
         slots: int | None,
         gate: str,
+        lacking: Tensor | None,
     ) -> Slots:
         """`forward` without gradients, in a few launches: on a GPU small models wait for these."""
         from depthgate.ops import route_triton
@@ -163,7 +169,9 @@ class TopTokens(nn.Module):
             limits = limits_of(scores.mT, valid, doc, self.capacity, most)
             index, filled, slot, gates, flat = route_triton.chosen(scores.mT, valid, doc, limits, most, gate)
             return Slots(index, gates, scores, decision, filled, valid, False, slot.mT, None, flat)
-        (index, filled, slot, gates, flat), many = route_triton.marked(decision, valid, scores, gate, slots or T)
+        (index, filled, slot, gates, flat), many = route_triton.marked(
+            decision, valid, scores, gate, slots or T, lacking if slots else None
+        )
         if slots is None:
             count = max(fewest, *many.tolist())  # waits for the device
             index, filled, gates = index[..., :count], filled[..., :count], gates[..., :count]
