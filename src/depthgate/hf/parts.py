@@ -4,7 +4,7 @@ by one (CUDA, no gradients, no compiler). A part gets another class in place; ev
 from collections.abc import Iterator
 from functools import cache
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,10 +21,13 @@ class OneKernelNorm(_Base):  # type: ignore[misc]
 
     weight: Tensor
     variance_epsilon: float
+    theirs: ClassVar[Any]  # the family's own class, and its forward
+    unchanged: ClassVar[Any]
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         x, weight = hidden_states, self.weight
-        if not few_launches(x) or weight.dtype != x.dtype or weight.device != x.device:
+        alike = weight.dtype == x.dtype and weight.device == x.device and weight.is_contiguous()
+        if not alike or not few_launches(x) or self.theirs.forward is not self.unchanged:
             return super().forward(x)  # type: ignore[no-any-return]
         from depthgate.ops import layer_triton
 
@@ -34,26 +37,42 @@ class OneKernelNorm(_Base):  # type: ignore[misc]
 class OneKernelAttention(_Base):  # type: ignore[misc]
     """Attention that turns queries and keys as Llama's does."""
 
+    theirs: ClassVar[Any]
+    unchanged: ClassVar[Any]
     by_kernels: Any  # the family's own forward, with another function that turns them
+    names: ClassVar[dict[str, Any]]  # of its module, as that forward knows them
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if few_launches(hidden_states):
-            return self.by_kernels(hidden_states, *args, **kwargs)
+        if few_launches(hidden_states) and self.theirs.forward is self.unchanged:
+            now = self.unchanged.__globals__
+            if all(now.get(name) is known for name, known in self.names.items()):
+                return self.by_kernels(hidden_states, *args, **kwargs)
         return super().forward(hidden_states, *args, **kwargs)
 
 
 @cache
 def classes(kind: str) -> dict[type, type]:
-    """The classes of a family that are given others, and those; empty for families that compute something else."""
+    """The classes of a family that are given others, and those: none for families that compute something else, nor for
+    what somebody has put in the place of a family's own. What is put there later is seen in every call."""
     if (name := FAMILIES[kind].norm) is None:
         return {}
-    module = modeling(kind)
+    module, found = modeling(kind), dict[type, type]()
     norm, attention = getattr(module, name), getattr(module, name.replace("RMSNorm", "Attention"))
-    body: dict[str, Any] = {"__module__": __name__}
-    found = {norm: type(f"OneKernel{name}", (OneKernelNorm, norm), body)}
-    if _ROTARY in attention.forward.__code__.co_names:
-        body["by_kernels"] = _with_rotary(attention.forward)
-        found[attention] = type(f"OneKernel{attention.__name__}", (OneKernelAttention, attention), body)
+    rotary = getattr(module, _ROTARY, None)
+
+    def own(function: Any) -> bool:
+        return getattr(function, "__globals__", None) is vars(module)
+
+    def add(theirs: Any, ours: type, **more: Any) -> None:
+        body = {"__module__": __name__, "theirs": theirs, "unchanged": staticmethod(theirs.forward), **more}
+        found[theirs] = type(f"OneKernel{theirs.__name__}", (ours, theirs), body)
+
+    if own(norm.forward):
+        add(norm, OneKernelNorm)
+    if own(attention.forward) and own(rotary) and _ROTARY in attention.forward.__code__.co_names:
+        asked = attention.forward.__code__.co_names
+        names = {each: known for each, known in vars(module).items() if each in asked}
+        add(attention, OneKernelAttention, by_kernels=_with_rotary(attention.forward), names=names)
     return found
 
 

@@ -46,6 +46,7 @@ _FIXED = {
 _READ_BY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("capacity", "capacity_steps"), ROUTED_KINDS),
     **dict.fromkeys(("gate", "rule", "rule_loss", "router_norm"), ("mod", "mode_staged")),
+    "router_lr": (*ROUTED_KINDS, *EXPERT_KINDS, "soft_moe"),
     **dict.fromkeys(("experts", "expert_hidden"), (*EXPERT_KINDS, "soft_moe")),
     **dict.fromkeys(("top_k", "null_experts", "shared_experts", "expert_gate"), EXPERT_KINDS),
     **dict.fromkeys(("pool", "choice"), ("mode",)),
@@ -133,9 +134,9 @@ def parse_variant(text: str, images: bool = False) -> Variant:
 
 
 def _trained(variant: Variant, images: bool) -> list[dict[str, Any]]:
-    """What a variant trains at two widths, without the options that no layer reads."""
+    """What a variant trains at some widths, without the options that no layer reads."""
     run = asdict(replace((ImagesConfig if images else TrainConfig)(), **{**SCHEDULE, **variant.training}))
-    shapes = [variant.shape(dim, {} if images else 257, 64) for dim in (64, 512)]
+    shapes = [variant.shape(dim, {} if images else 257, 64) for dim in (64, 96, 128, 256, 384, 512)]
     there = {*shapes[0].kinds, *("moe",) * (variant.model.get("choice") == "tokens")}
     whole = [run | asdict(s) | {"pattern": s.kinds} | dict.fromkeys(("first", "start", "model")) for s in shapes]
     return [{k: v for k, v in each.items() if not there.isdisjoint(_READ_BY.get(k, there))} for each in whole]

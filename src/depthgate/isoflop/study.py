@@ -166,9 +166,11 @@ class Study:
         """Find the learning rate of the middle size of each variant at the smallest budget, or at that of the first
         sweep, if there was one; those of other sizes follow from it by the rule. The variants go on side by side."""
         seed, found = self.config.seed, self._rates()
-        before = [read_row(path.read_text(errors="replace"), {}, path) for path in self.out.glob(f"{SWEEP}/*/{RESULT}")]
-        budget = found.get("budget") or max((row["budget"] for row in before), default=self.config.budget_list[0])
-        names = sorted(self.grid.ladders.keys() - found.keys())
+        if not (names := sorted(self.grid.ladders.keys() - found.keys())):
+            return
+        paths = [] if "budget" in found else self.out.glob(f"{SWEEP}/*/{RESULT}")  # of an older study
+        before = [read_row(path.read_text(errors="replace"), {}, path)["budget"] for path in paths]
+        budget = found.get("budget") or max(before, default=self.config.budget_list[0])
         shapes = {name: self.grid.shapes(budget, name) for name in names}
         middle = {name: each[len(each) // 2] for name, each in shapes.items()}
         usual = {name: self.grid.cell(budget, name, shape, seed).training.lr for name, shape in middle.items()}

@@ -114,6 +114,7 @@ def few_launches(x: Tensor) -> bool:
     """True if a kernel is to do what takes several operations on x, since each of them has to be launched: CUDA, no
     gradients, no compiler. Elsewhere operations of torch do it, which know gradients and can be fused."""
     eager = x.is_cuda and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    eager = eager and not torch.jit.is_tracing()  # type: ignore[no-untyped-call]
     return eager and type(x) is Tensor and x.dtype in _DTYPES and triton_works()
 
 
