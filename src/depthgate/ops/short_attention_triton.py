@@ -45,13 +45,14 @@ def _forward(
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """`scale` is in units of log2; R query heads share a head of keys."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    m, n, d = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    head, block = tl.program_id(0) // tl.cdiv(T, BM), tl.program_id(0) % tl.cdiv(T, BM)
+    b, h = (head // H).to(tl.int64), head % H
+    m, n, d = block * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
     query = _tile(q, b * qb + h * qh, qt, m, d, T, D)
     first = _first(runs, b * T, m, T, CAUSAL)
     low, high = 0, T
     if CAUSAL:
-        low, high = tl.min(tl.where(m < T, first, T), 0) // BN * BN, tl.minimum(T, (tl.program_id(1) + 1) * BM)
+        low, high = tl.min(tl.where(m < T, first, T), 0) // BN * BN, tl.minimum(T, (block + 1) * BM)
     top = tl.full([BM], float("-inf"), tl.float32)
     total, out = tl.zeros([BM], tl.float32), tl.zeros([BM, BD], tl.float32)
     for start in range(low, high, BN):
@@ -68,7 +69,7 @@ def _forward(
     seen = tl.where(total > 0, total, 1.0)
     to = (b * T * H + h) * D + m[:, None] * H * D + d[None, :]
     tl.store(y + to, (out / seen[:, None]).to(y.dtype.element_ty), (m < T)[:, None] & (d < D)[None, :])
-    tl.store(lse + tl.program_id(0).to(tl.int64) * T + m, top + tl.log2(seen), m < T)
+    tl.store(lse + head.to(tl.int64) * T + m, top + tl.log2(seen), m < T)
 
 
 @triton.jit
@@ -77,17 +78,18 @@ def _backward_query(
     R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The gradient of q, and delta: the sum over a row of its output times the gradient of that."""
-    b, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
-    m, n, d = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
+    head, block = tl.program_id(0) // tl.cdiv(T, BM), tl.program_id(0) % tl.cdiv(T, BM)
+    b, h = (head // H).to(tl.int64), head % H
+    m, n, d = block * BM + tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BD)
     query, row = _tile(q, b * qb + h * qh, qt, m, d, T, D), (b * T * H + h) * D
     mine = _tile(grad, row, H * D, m, d, T, D)
     sums = tl.sum(_tile(y, row, H * D, m, d, T, D).to(tl.float32) * mine.to(tl.float32), 1)
-    place = tl.program_id(0).to(tl.int64) * T + m
+    place = head.to(tl.int64) * T + m
     tl.store(delta + place, sums, m < T)
     norm, first = tl.load(lse + place, m < T, other=0.0), _first(runs, b * T, m, T, CAUSAL)
     low, high = 0, T
     if CAUSAL:
-        low, high = tl.min(tl.where(m < T, first, T), 0) // BN * BN, tl.minimum(T, (tl.program_id(1) + 1) * BM)
+        low, high = tl.min(tl.where(m < T, first, T), 0) // BN * BN, tl.minimum(T, (block + 1) * BM)
     out = tl.zeros([BM, BD], tl.float32)
     for start in range(low, high, BN):
         key = _tile(k, b * kb + h // R * kh, kt, start + n, d, T, D)
@@ -108,12 +110,13 @@ def _backward_key(
     """The gradients of k and v. `runs` holds, `size` places after the first keys, where the last query is that sees a
     key."""
     G = H // R
-    b, g = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
-    m, n, d = tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN), tl.arange(0, BD)
+    head, block = tl.program_id(0) // tl.cdiv(T, BN), tl.program_id(0) % tl.cdiv(T, BN)
+    b, g = (head // G).to(tl.int64), head % G
+    m, n, d = tl.arange(0, BM), block * BN + tl.arange(0, BN), tl.arange(0, BD)
     key, value = _tile(k, b * kb + g * kh, kt, n, d, T, D), _tile(v, b * vb + g * vh, vt, n, d, T, D)
     low, high = 0, T
     if CAUSAL:
-        low = tl.program_id(1) * BN // BM * BM
+        low = block * BN // BM * BM
         if runs is not None:
             high = tl.max(tl.load(runs + size + b * T + n, n < T, other=0), 0) + 1
     out_k, out_v = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BD], tl.float32)
@@ -153,8 +156,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, causal: bool) 
     B, T, H, d = q.shape
     y, lse = torch.empty(q.shape, dtype=v.dtype, device=q.device), torch.empty(B, H, T, device=q.device)
     how = _how(q, k, causal)
-    grid = B * H, -(-T // int(how["BM"]))
-    launch(_forward, grid, q, k, v, runs, y, lse, *_strides(q, k, v), T, H, d**-0.5 * _LOG2_E, **how)
+    launch(
+        _forward,
+        (B * H * -(-T // int(how["BM"])),),
+        q,
+        k,
+        v,
+        runs,
+        y,
+        lse,
+        *_strides(q, k, v),
+        T,
+        H,
+        d**-0.5 * _LOG2_E,
+        **how,
+    )
     return y, lse
 
 
@@ -167,6 +183,6 @@ def backward(
     delta, scale, how = torch.empty_like(lse), d**-0.5, _how(q, k, causal)
     given, steps = (q, k, v, runs), _strides(q, k, v)
     scales, blocks = (scale * _LOG2_E, scale), -(-T // int(how["BM"]))
-    launch(_backward_query, (B * H, blocks), *given, y, lse, grad, delta, new[0], *steps, T, H, *scales, **how)
-    launch(_backward_key, (B * G, blocks), *given, lse, grad, delta, *new[1:], *steps, T, H, B * T, *scales, **how)
+    launch(_backward_query, (B * H * blocks,), *given, y, lse, grad, delta, new[0], *steps, T, H, *scales, **how)
+    launch(_backward_key, (B * G * blocks,), *given, lse, grad, delta, *new[1:], *steps, T, H, B * T, *scales, **how)
     return new[0], new[1], new[2]
