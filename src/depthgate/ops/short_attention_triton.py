@@ -156,21 +156,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None, causal: bool) 
     B, T, H, d = q.shape
     y, lse = torch.empty(q.shape, dtype=v.dtype, device=q.device), torch.empty(B, H, T, device=q.device)
     how = _how(q, k, causal)
-    launch(
-        _forward,
-        (B * H * -(-T // int(how["BM"])),),
-        q,
-        k,
-        v,
-        runs,
-        y,
-        lse,
-        *_strides(q, k, v),
-        T,
-        H,
-        d**-0.5 * _LOG2_E,
-        **how,
-    )
+    programs, given = B * H * -(-T // int(how["BM"])), (q, k, v, runs, y, lse, *_strides(q, k, v))
+    launch(_forward, (programs,), *given, T, H, d**-0.5 * _LOG2_E, **how)
     return y, lse
 
 
