@@ -194,9 +194,10 @@ class IsoflopConfig(Options):
         for name, found in (("budgets", budgets), ("variants", [each.name for each in self.variant_list])):
             if len(set(found)) < len(found):
                 raise InvalidValueError(f"{name} is {getattr(self, name)!r}: one stands twice")
-        for one, other in combinations(self.variant_list, 2):
-            if _trained(one, self.images) == _trained(other, self.images):
-                raise InvalidValueError(f"variants has {one.name!r} and {other.name!r}: the same, leave one out")
+        trained = [(each.name, _trained(each, self.images)) for each in self.variant_list]
+        for (one, mine), (other, its) in combinations(trained, 2):
+            if mine == its:
+                raise InvalidValueError(f"variants has {one!r} and {other!r}: the same, leave one out")
         if self.seeds_at_minimum is not None:
             check_count(self.seeds_at_minimum, "seeds_at_minimum", minimum=self.seeds, maximum=99)
         if self.lr is not None and self.lr_sweep:
