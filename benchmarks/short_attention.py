@@ -63,27 +63,12 @@ def ways(shape: str, seed: int) -> dict[str, Callable[[], Any]]:
     return calls | {f"{name}, both": lambda call=call: both(call) for name, call in calls.items()}
 
 
-def graph(call: Callable[[], Any]) -> Callable[[], None]:
-    """Ten calls as one CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        for _ in range(_CALLS):
-            call()
-    return made.replay
-
-
 def run(asked: argparse.Namespace) -> None:
     if asked.device != "cuda" or asked.dtype != "bfloat16":
         raise DepthgateError("the kernels need a GPU and halves: give --device cuda --dtype bfloat16")
     rows = []
     for shape in asked.shapes.split(","):
-        graphs = {name: graph(call) for name, call in ways(shape, asked.seed).items()}
+        graphs = {name: measure.graph(call, _CALLS) for name, call in ways(shape, asked.seed).items()}
         taken = interleaved(graphs, asked.repeats, 3, "cuda")
         rows.append({"layer": shape, **{name: 1e6 * sorted(t)[len(t) // 2] / _CALLS for name, t in taken.items()}})
     names = ("theirs", "ours", "theirs, both", "ours, both")

@@ -92,20 +92,6 @@ def _step(layer: nn.Module, call: Callable[[Tensor], Any], x: Tensor, grad: Tens
     answer.backward(grad.to(answer.dtype))  # type: ignore[no-untyped-call]
 
 
-def _graph(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a CUDA graph."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
 def _ways(name: str, layer: nn.Module, options: argparse.Namespace, x: Tensor, grad: Tensor) -> dict[str, Any]:
     """The ways in which a layer can be run; those that fail are told and left out."""
     plain = partial(_step, layer, layer, x, grad, options.autocast)
@@ -114,7 +100,7 @@ def _ways(name: str, layer: nn.Module, options: argparse.Namespace, x: Tensor, g
         compiled = torch.compile(layer, dynamic=False)
         ways["compiled"] = lambda: partial(_step, layer, compiled, x, grad, options.autocast)
     if x.is_cuda:
-        ways["graph"] = lambda: _graph(ways["compiled"]() if "compiled" in ways else plain)
+        ways["graph"] = lambda: measure.graph(ways["compiled"]() if "compiled" in ways else plain)
     found = {}
     for way, make in ways.items():
         try:

@@ -39,8 +39,8 @@ def plan(
     lacking: Tensor | None,
     rotary: tuple[Tensor, Tensor] | None,
 ) -> Slots:
-    """The forward of a TopTokens with this gate. With `rotary`, and where it takes no longer, one kernel also takes the
-    tokens, of rows without padding and documents, and with a number of slots that nobody has to wait for."""
+    """The forward of a TopTokens with this gate. With `rotary` and without padding and documents one kernel does it,
+    and takes the tokens too, where that is no slower and the number of slots is known beforehand."""
     from depthgate.ops import route_triton
 
     T, rule, proj = x.shape[1], router.rule, router.proj
