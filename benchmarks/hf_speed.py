@@ -21,9 +21,11 @@ import argparse
 import copy
 import gc
 import json
+import multiprocessing
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +47,9 @@ SHAPES = {
     | {"num_attention_heads": 32, "num_key_value_heads": 8},
 }
 MODES = {"compiled": None, "graphs": "reduce-overhead"}
-Asked = argparse.Namespace
+Asked, Row, Cases = argparse.Namespace, dict[str, Any], dict[str, Callable[[], Any]]
+Part = tuple[str, str, int, str]  # shape, pass, batch, way
+Job = Any  # a part, or `check` with its arguments
 
 
 def dense_model(asked: Asked, shape: str, dtype: str, **changes: Any) -> Any:
@@ -68,6 +72,13 @@ def fused(dense: Any) -> Any:
     for part, made in exchanged(model.base_model, model.config.model_type):
         part.__class__ = made
     return model
+
+
+def models_of(asked: Asked, shape: str) -> dict[str, Any]:
+    """The dense model, the control, and one model of each capacity."""
+    dense = dense_model(asked, shape, asked.dtype)
+    models = {"dense": dense, "dense, fused": fused(dense)}
+    return models | {f"{each}": converted(asked, dense, each) for each in asked.capacities}
 
 
 def ids_for(asked: Asked, model: Any, batch: int, seed: int = 1) -> torch.Tensor:
@@ -120,43 +131,74 @@ def call_of(call: Any, model: Any, ids: torch.Tensor, kind: str) -> Callable[[],
     return learn if kind == "train" else read
 
 
-def passes(asked: Asked, shape: str, models: dict[str, Any], show: Callable[..., None]) -> None:
-    """Every kind of pass, way and batch, of all models by turns."""
-    base: dict[tuple[str, int], int] = {}
-    for kind in asked.passes:
-        for batch in asked.batches:
-            for way in asked.ways:
-                torch.compiler.reset()
-                made, cases = {}, {}
-                for name, model in models.items():
-                    ids = ids_for(asked, model.train(kind == "train"), batch)
-                    flops = count_flops(call_of(model, model, ids, kind))
-                    mine = copy.deepcopy(model) if way == "layers" else model
-                    begun = time.perf_counter()
-                    cases[name] = call_of(way_of(mine, way), mine, ids, kind)
-                    for _ in range(3):  # compiles, finds bounds of slots, compiles again
-                        cases[name]()
-                    made[name] = (flops, time.perf_counter() - begun)
-                taken = interleaved(cases, asked.repeats, 2, asked.device)
-                for name, (flops, start) in made.items():
-                    seconds = statistics.median(taken[name])
-                    base.setdefault((kind, batch), flops)
-                    ratio = seconds / statistics.median(taken["dense"])
-                    share = flops / base[kind, batch]
-                    show(
-                        shape=shape,
-                        model=name,
-                        what=kind,
-                        way=way,
-                        batch=batch,
-                        tokens_per_second=batch * asked.context / seconds,
-                        milliseconds=1e3 * seconds,
-                        flops=share,
-                        time=ratio,
-                        over_flops=ratio / share,
-                        first_calls=start,
-                    )
-                del cases
+def prepared(asked: Asked, part: Part, models: dict[str, Any]) -> tuple[dict[str, int], dict[str, float], Cases]:
+    """The calls of a pass, by model, each made three times; their FLOPs; and the seconds that these calls took."""
+    _, kind, batch, way = part
+    cases: Cases = {}
+    flops, begun = dict[str, int](), dict[str, float]()
+    for name, model in models.items():
+        ids = ids_for(asked, model.train(kind == "train"), batch)
+        plain = call_of(model, model, ids, kind)
+        plain()  # finds bounds of slots: a pass that lacks some is made twice
+        flops[name] = count_flops(plain)
+        mine, start = copy.deepcopy(model) if way == "layers" else model, time.perf_counter()
+        cases[name] = call_of(way_of(mine, way), mine, ids, kind)
+        for _ in range(3):  # compiles, finds bounds of slots, compiles again
+            cases[name]()
+        begun[name] = time.perf_counter() - start
+    return flops, begun, cases
+
+
+def timed(asked: Asked, part: Part, flops: dict[str, int], begun: dict[str, float], cases: Cases) -> list[Row]:
+    """A row for each model, called by turns."""
+    shape, kind, batch, way = part
+    taken = {name: statistics.median(of) for name, of in interleaved(cases, asked.repeats, 2, asked.device).items()}
+    found = []
+    for name, seconds in taken.items():
+        ratio, share = seconds / taken["dense"], flops[name] / flops["dense"]
+        row = {"shape": shape, "model": name, "what": kind, "way": way, "batch": batch}
+        row |= {"tokens_per_second": batch * asked.context / seconds, "milliseconds": 1e3 * seconds}
+        found.append(row | {"flops": share, "time": ratio, "over_flops": ratio / share, "first_calls": begun[name]})
+    return found
+
+
+def in_process(asked: Asked, job: Job, told: Any) -> None:
+    """What a process does: check the answers of a model, or prepare a pass, wait for its turn, and time it."""
+    try:
+        if callable(job[0]):
+            job[0](asked, *job[1:])
+            told.send([])
+            return
+        ready = prepared(asked, job, models_of(asked, job[0]))
+        told.send(None)
+        told.recv()
+        told.send(timed(asked, job, *ready))
+    except BaseException as error:
+        told.send(f"{type(error).__name__}: {error}")
+
+
+def side_by_side(asked: Asked, jobs: list[Job]) -> Iterator[Row]:
+    """Check and compile all at once, a process each; then time one after another, when no other process computes."""
+    context, started = multiprocessing.get_context("spawn"), []
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    for job in jobs:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=in_process, args=(asked, job, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((job, process, mine))
+
+    def answer(job: Job, mine: Any) -> Any:
+        got = mine.recv()
+        if isinstance(got, str):
+            raise dg.DepthgateError(f"{job}: {got}")
+        return got
+
+    waiting = [each for each in started if answer(each[0], each[2]) is None]
+    for job, process, mine in waiting:
+        mine.send(None)
+        yield from answer(job, mine)
+        process.join()  # its memory is free
 
 
 def decoding(asked: Asked, shape: str, models: dict[str, Any], show: Callable[..., None]) -> None:
@@ -181,23 +223,31 @@ def decoding(asked: Asked, shape: str, models: dict[str, Any], show: Callable[..
 
 
 def run(asked: Asked) -> None:
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
 
     def show(**row: Any) -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
 
     print(json.dumps({"machine": machine(asked.device), "options": vars(asked)}), flush=True)
+    checks = [(check, shape, capacity) for shape in asked.shapes for capacity in asked.capacities]
+    parts = [(s, k, b, w) for s in asked.shapes for k in asked.passes for b in asked.batches for w in asked.ways]
+    if asked.side_by_side:
+        for row in side_by_side(asked, [*checks, *(part for part in parts if part[3] != "eager")]):
+            show(**row)
+    else:
+        for each, *given in checks:
+            each(asked, *given)
     for shape in asked.shapes:
-        for capacity in asked.capacities:
-            check(asked, shape, capacity)
-        dense = dense_model(asked, shape, asked.dtype)
-        models = {"dense": dense, "dense, fused": fused(dense)}
-        models |= {f"{each}": converted(asked, dense, each) for each in asked.capacities}
-        passes(asked, shape, models, show)
+        models = models_of(asked, shape)
+        for part in parts:
+            if part[0] == shape and (part[3] == "eager" or not asked.side_by_side):
+                torch.compiler.reset()
+                for row in timed(asked, part, *prepared(asked, part, models)):
+                    show(**row)
         if asked.new_tokens:
             decoding(asked, shape, models, show)
-        del dense, models
+        del models
         gc.collect()
     columns = ("what", "way", "batch", "tokens_per_second", "flops", "time", "over_flops", "first_calls")
     shown = {key: (lambda row, key=key: _cell(row.get(key))) for key in columns}
@@ -219,6 +269,7 @@ def options() -> argparse.ArgumentParser:
     found.add_argument("--batches", type=measure.whole_numbers, default=[1, 16])
     found.add_argument("--context", type=int, default=1024, help="tokens of a sequence")
     found.add_argument("--repeats", type=int, default=15)
+    found.add_argument("--side_by_side", action="store_true", help="check and compile in a process each, all at once")
     found.add_argument("--new_tokens", type=int, default=64, help="tokens that generate writes; 0: no decoding")
     return found
 
