@@ -3,14 +3,17 @@
 import codecs
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+import depthgate as dg
 from depthgate.data.tokenizer import END, ByteTokenizer, TextTokenizer, train_bpe
 from depthgate.errors import InvalidValueError
 from depthgate.generation.config import Sampling
 from depthgate.generation.text import TextStream
+from tests.generation.models import built
 
 
 class Joined(ByteTokenizer):
@@ -165,6 +168,26 @@ def test_tokens_that_need_their_neighbours_are_decoded_with_them():
     assert stream.text == tokenizer.decode([ids[t] for t in said]) == "Hello world 🙂a  wor"
     assert run(tokenizer, [ids[t] for t in said], ["ld 🙂"])[1].text == "Hello wor"
     assert run(tokenizer, [ids[t] for t in said[:6]])[1].text == "Hello world \ufffd\ufffd"
+
+
+@pytest.mark.parametrize("how", [{}, {"engine": True}, {"temperature": 0.0, "beams": 3}])
+def test_a_continuation_keeps_the_space_it_begins_with(how):
+    tokenizer, ids = llama_like()
+    model = built(vocab=len(ids))
+    model.tokenizer = tokenizer
+    with torch.no_grad():  # words and letters are far likelier than the rest
+        model.head.weight[: ids["▁"]] *= 0
+        model.head.weight[ids["▁"] :] *= 10
+    prompts = [[ids["a"]], [ids["▁Hello"], ids["a"]] * 9, [ids["b"]], [ids["ld"]], [ids["▁wor"]]]
+    options = {"max_new_tokens": 12, "seed": 1, **how}
+    found = dg.generate(model, prompts, **options)
+    assert any(result.text.startswith(" ") for result in found)
+    for result in found:
+        assert result.prompt + result.text == tokenizer.decode([*result.prompt_tokens, *result.tokens])
+    ended = dg.generate(model, prompts, **options, stop=[" wor", " Hello"])
+    for result, before in zip(ended, found, strict=True):
+        assert result.text == reference(before.text, [" wor", " Hello"])[0] or "beams" in how
+        assert not {" wor", " Hello"} & {result.text[i : i + n] for i in range(99) for n in (4, 6)}
 
 
 @pytest.mark.parametrize(

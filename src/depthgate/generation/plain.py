@@ -16,7 +16,7 @@ from depthgate.data.tokenizer import TextTokenizer
 from depthgate.errors import check_count
 from depthgate.generation.config import Sampling
 from depthgate.generation.sampling import Filters, check_logits, pick, uniform
-from depthgate.generation.text import Event, Generation, Writing, pieces, tokenizer_of
+from depthgate.generation.text import Event, Generation, Writing, added_text, pieces, tokenizer_of
 from depthgate.model import Decoder
 from depthgate.routing import depth_plans
 
@@ -155,7 +155,7 @@ def search(reader: Reader, todo: list[Generation], sampling: Sampling) -> Genera
                 result.tokens, result.depths, result.routed = best.tokens, best.depths, best.routed
             result.finish = best.finish
         finally:
-            result.pieces = pieces(result.tokens, reader.tokenizer, sampling.stops)
+            result.pieces = pieces(result.tokens, reader.tokenizer, sampling.stops, result.prompt_tokens)
         depths = result.depths[len(result.prompt_tokens) - 1 :]
         finishes = [None] * (len(result.tokens) - 1) + [result.finish]
         yield from map(partial(Event, number), result.tokens, result.pieces, depths, finishes)
@@ -171,7 +171,7 @@ def _best_so_far(reader: Reader, result: Generation, sampling: Sampling) -> Gene
     for length in range(1, most + 1):
         extended = _extended(going, found, 2 * width)  # twice as many as are kept: half of them may end here
         for _, beam in extended:
-            beam.finish = _finish(beam.tokens, reader.tokenizer, sampling.stops)
+            beam.finish = _finish(beam, reader.tokenizer, sampling.stops)
         finished += [beam for _, beam in extended if beam.finish is not None]
         finished = sorted(finished, key=lambda beam: -beam.mean)[:width]
         kept = [(parent, beam) for parent, beam in extended if beam.finish is None][:width]
@@ -201,8 +201,8 @@ def _extended(beams: list[_Beam], found: Pass, most: int) -> list[tuple[int, _Be
     ]
 
 
-def _finish(tokens: list[int], tokenizer: TextTokenizer, stops: list[str]) -> str | None:
-    if tokens[-1] == tokenizer.end:
+def _finish(beam: _Beam, tokenizer: TextTokenizer, stops: list[str]) -> str | None:
+    if beam.tokens[-1] == tokenizer.end:
         return "end"
-    text = tokenizer.decode(tokens) if stops else ""
+    text = added_text(beam.prompt_tokens, beam.tokens, tokenizer) if stops else ""
     return "stop" if any(stop in text for stop in stops) else None

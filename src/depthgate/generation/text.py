@@ -13,6 +13,7 @@ from depthgate.generation.config import Sampling
 from depthgate.model import Decoder
 
 Prompt = str | Sequence[int] | Tensor
+_BEFORE = 8  # tokens of a prompt that its continuation is decoded with
 
 
 class NoTokenizer:
@@ -114,10 +115,11 @@ class TextStream:
     depend on how it is cut into tokens, and no further token is needed to know that a stop string has occurred.
     """
 
-    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        """before: the tokens that the text follows. Some tokenizers drop the space at the beginning of a text."""
         self.stopped = False
         self._stop = tuple(stop)
-        self._decode = _decoder(tokenizer)
+        self._decode = _decoder(tokenizer, before)
         self._held = ""
 
     def finish(self) -> str:
@@ -138,14 +140,31 @@ class TextStream:
         return known[:cut]
 
 
-def pieces(tokens: Sequence[int], tokenizer: TextTokenizer, stop: Sequence[str] = ()) -> list[str]:
-    """The text that each token adds; the last one's with all that was held back."""
-    stream = TextStream(tokenizer, stop)
+def pieces(
+    tokens: Sequence[int], tokenizer: TextTokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()
+) -> list[str]:
+    """The text that each token adds to that of the tokens before; the last one's with all that was held back."""
+    stream = TextStream(tokenizer, stop, before)
     found = ["" if token == tokenizer.end else stream.push(token) for token in tokens]
     return [*found[:-1], found[-1] + stream.finish()] if found else []
 
 
-def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
+def added_text(before: Sequence[int], tokens: Sequence[int], tokenizer: TextTokenizer) -> str:
+    """The text of tokens that come after those before."""
+    if tokenizer.token_bytes:
+        return tokenizer.decode(tokens)
+    start = [*before[-_BEFORE:]]
+    return _beyond(tokenizer.decode(start), tokenizer.decode([*start, *tokens]))
+
+
+def _beyond(before: str, text: str) -> str:
+    """What a text adds to the one before; where it rewrites that, everything from the first difference on."""
+    if text.startswith(before):
+        return text[len(before) :]
+    return text[next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)) :]
+
+
+def _decoder(tokenizer: TextTokenizer, before: Sequence[int] = ()) -> Callable[[int | None], str]:
     """A function that takes ids one by one, and None at the end, and returns the text that each adds. A model may have
     more ids than its tokenizer knows (its vocabulary is made round): these add none."""
     vocab = getattr(tokenizer, "vocab", MOST_IDS)
@@ -154,8 +173,8 @@ def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
         return lambda token: utf8.decode(
             b"" if token is None or token >= vocab else tokenizer.decode_bytes([token]), token is None
         )
-    ids: list[int] = []
-    given = ""
+    ids = [token for token in before[-_BEFORE:] if token < vocab]
+    given = tokenizer.decode(ids) if ids else ""
 
     def whole(token: int | None) -> str:
         # A token may change how its neighbours are written, so all are decoded every time. U+FFFD at the end may be
@@ -164,10 +183,8 @@ def _decoder(tokenizer: TextTokenizer) -> Callable[[int | None], str]:
         nonlocal given
         ids.extend([] if token is None or token >= vocab else [token])
         text = tokenizer.decode(ids).rstrip("" if token is None else "\ufffd")
-        before, given = given, text
-        if text.startswith(before):
-            return text[len(before) :]
-        return text[next((i for i, (a, b) in enumerate(zip(before, text, strict=False)) if a != b), len(text)) :]
+        new, given = _beyond(given, text), text
+        return new
 
     return whole
 
@@ -178,7 +195,7 @@ class Writing:
     def __init__(self, number: int, result: Generation, model: Decoder, sampling: Sampling) -> None:
         tokenizer = tokenizer_of(model)
         self.number, self.result, self.sampling, self.end = number, result, sampling, tokenizer.end
-        self.stream = TextStream(tokenizer, sampling.stops)
+        self.stream = TextStream(tokenizer, sampling.stops, result.prompt_tokens)
         self.most, self.at_most = sampling.most_tokens(model.config.context - len(result.prompt_tokens))
 
     def add(self, token: int, *likely: Any) -> Event:
