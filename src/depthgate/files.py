@@ -83,13 +83,29 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def is_hub_name(name: str) -> bool:
+    """True for what may name a model on the hub (owner/name), and is not a path of this machine."""
+    path, odd = Path(name), name.startswith((".", "/", "~"))
+    return name.count("/") == 1 and not odd and not path.exists() and not path.parent.exists()
+
+
+def not_a_folder(name: str, remedy: str) -> DepthgateError:
+    """The error of a name that is not a folder's: of a model on the hub, perhaps."""
+    if is_hub_name(name):
+        remedy = (
+            f"if it is on the hub, fetch it (hf download {name} --local-dir {Path(name).name}) and give that folder"
+        )
+    return DepthgateError(f"{name} is not a folder: {remedy}")
+
+
 def check_no_part(folder: Path) -> None:
     """Refuse a folder without a model's config.json that holds an adapter of PEFT, or a part of a run of finetune."""
     there = os.path.isfile  # False, and no error, in a folder that is closed to us
     if there(folder / "adapter_config.json") and not there(folder / "config.json"):
         how = "AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(OTHER)"
         raise DepthgateError(f"{folder} is an adapter of PEFT, and no model: merge it first, as {how} does")
-    if there(folder / "finetune.json") or there(folder.parent / "finetune.json"):
+    begun = there(folder / "finetune.json") and not there(folder / "config.json")
+    if begun or there(folder.parent / "finetune.json"):
         what = f"{folder} is of a run of depthgate finetune that has not finished, or a checkpoint of one, and no model"
         raise DepthgateError(f"{what}: go on with the same command and --resume, or give the run's folder")
 

@@ -5,6 +5,7 @@ A folder may be a run's (its newest complete checkpoint is read), a checkpoint's
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from depthgate.checkpoint import store as checkpoint
-from depthgate.checkpoint.store import CONFIG, MANIFEST, TOKENIZER, as_written_now, check_fit
+from depthgate.checkpoint.store import CONFIG, MANIFEST, STATE, TOKENIZER, as_written_now, check_fit
 from depthgate.checkpoint.tensors import damaged
 from depthgate.config import ModelConfig
 from depthgate.data.tokenizer import TextTokenizer, folder_hash, load_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, near
-from depthgate.files import check_no_part
+from depthgate.files import check_no_part, not_a_folder
 from depthgate.flops import parameters
 from depthgate.model import Decoder
 from depthgate.vision import ViTConfig
@@ -51,12 +52,13 @@ LanguageModel: TypeAlias = "LoadedDecoder | HFLanguageModel"  # a model with its
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """True for the folder of a transformers model, whose config.json (a run's does not) names a model_type."""
-    try:
-        with (folder / CONFIG).open("rb") as file:
-            return b'"model_type"' in file.read(_LARGEST_CONFIG)
-    except OSError:
-        return False
+    """True for the folder of a transformers model: its config.json (a run's does not) names a model_type, or it has
+    weights that are not of a checkpoint of ours, so that its config.json is damaged or lost."""
+    with suppress(OSError), (folder / CONFIG).open("rb") as file:
+        if b'"model_type"' in file.read(_LARGEST_CONFIG):
+            return True
+    ours = any((folder / name).exists() for name in (MANIFEST, STATE))
+    return not ours and any(folder.glob("model*.safetensors"))
 
 
 def open_model(folder: str | Path, device: str, dtype: str = "auto", context: int | None = None) -> LanguageModel:
@@ -143,8 +145,8 @@ def load(path: str | Path) -> Any:
         model.tokenizer = tokenizer
         return model
     if not os.path.isdir(folder):
-        remedy = near(str(folder), map(str, folder.parent.glob("*/"))) or ": give a run, or one of its checkpoints"
-        raise DepthgateError(f"{folder} is not a folder{remedy}")
+        meant = near(str(folder), map(str, folder.parent.glob("*/")))
+        raise not_a_folder(str(path), meant.removeprefix(": ") or "give a run, or one of its checkpoints")
     check_no_part(folder)
     read = checkpoint.read_folder if os.path.exists(folder / MANIFEST) else checkpoint.load
     found = read(folder, ["model"])

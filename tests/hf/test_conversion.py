@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed: pip install 'depthgate[hf]'")
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
@@ -16,6 +17,14 @@ from depthgate.config import NEUTRAL_GATES
 from depthgate.routing import GATES
 from tests.conftest import close
 from tests.hf.zoo import dense, plans_of, routed, tokens
+
+ONE_LAYER = {
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "intermediate_size": 8,
+}
 
 
 @pytest.mark.parametrize(
@@ -40,6 +49,7 @@ from tests.hf.zoo import dense, plans_of, routed, tokens
         ({"gate": "raw"}, "gate is 'raw', which is not 1"),
         ({"rule": "magic"}, "rule is 'magic'"),
         ({"rule_loss": 2}, "rule_loss is 2"),
+        ({"capacity": (0.9, 0.3), "capacity_by": "change"}, "each layer its share of one capacity: give one"),
     ],
 )
 def test_a_wrong_option_is_refused_and_the_model_is_as_before(options, why):
@@ -53,7 +63,7 @@ def test_a_wrong_option_is_refused_and_the_model_is_as_before(options, why):
 
 
 def test_models_that_cannot_be_routed_are_refused_by_name():
-    tiny = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    tiny = ONE_LAYER
     bert = transformers.BertLMHeadModel(transformers.BertConfig(**tiny, is_decoder=True))
     t5 = transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=8, d_model=8, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
@@ -78,6 +88,46 @@ def test_models_that_cannot_be_routed_are_refused_by_name():
     ]:
         with pytest.raises(dg.DepthgateError, match=why):
             dg.hf.convert(model)
+
+
+class Louder(transformers.LlamaModel):
+    """A decoder of somebody's own."""
+
+    def forward(self, *args, **kwargs):
+        out = super().forward(*args, **kwargs)
+        out.last_hidden_state = 1.5 * out.last_hidden_state
+        return out
+
+
+def test_a_decoder_of_ones_own_is_refused_rather_than_lost():
+    model, ids = dense("llama"), tokens(1, 6)
+    model.model.__class__ = Louder
+    before = model(ids).logits
+    with pytest.raises(dg.DepthgateError, match="the decoder of LlamaForCausalLM is a Louder, not a LlamaModel"):
+        dg.hf.convert(model)
+    torch.testing.assert_close(model(ids).logits, before, rtol=0, atol=0)
+    model = dense("llama")
+    model.model.forward = lambda *args, **kwargs: None
+    with pytest.raises(dg.DepthgateError, match="the decoder of LlamaForCausalLM has a forward of its own"):
+        dg.hf.convert(model)
+
+
+def test_layers_that_the_config_does_not_know_of_are_refused():
+    model, ids = dense("llama"), tokens(1, 6)
+    del model.model.layers[3]
+    with pytest.raises(dg.DepthgateError, match=r"has 3 layers, and its config says 4: set config\.num_hidden_layers"):
+        dg.hf.convert(model, layers=[1, 3])
+    assert type(model) is transformers.LlamaForCausalLM
+    model.config.num_hidden_layers = 3
+    before = model.eval()(ids).logits
+    close(dg.hf.convert(model)(ids).logits, before)
+
+
+def test_layers_of_arrays_and_of_a_model_with_one():
+    for layers in (np.array([1, 3]), torch.tensor([1, 3])):
+        assert dg.hf.convert(dense("llama"), layers=layers).config.depthgate["layers"] == [1, 3]
+    with pytest.raises(dg.DepthgateError, match=r"'every_other', and the model has one layer: give layers=\[0\]"):
+        dg.hf.convert(transformers.LlamaForCausalLM(transformers.LlamaConfig(**ONE_LAYER)))
 
 
 def test_a_model_with_an_adapter_is_refused_with_what_to_do():

@@ -1,5 +1,6 @@
 """Small things that users have met: what is said, what is left behind, and figures that are told apart."""
 
+import json
 import warnings
 
 import pytest
@@ -79,6 +80,49 @@ def test_caches_of_nearly_the_same_size_are_told_apart_and_empty_names_are_refus
     full = ["bench", "--models", str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--context", "128"]
     assert main([*full, "--batch", "1", "--device", "cpu"]) == 2
     assert "context is 128, and 32 new tokens follow, but a model has room for 128" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["eval", "--model", "", "--data", "text.txt"], "model is empty: give the folder of a run"),
+        (["finetune", "--model", "", "--data", "text.txt", "--out", "o"], "model is empty"),
+        (["finetune", "--model", "m", "--data", "text.txt", "--out", ""], "out is empty"),
+        (["convert", "--model", "m", "--out", ""], "out is empty: give the folder to write"),
+        (["view", "--model", ""], "model is empty"),
+        (["eval", "--model", "owner/name", "--data", "text.txt"], "hf download owner/name --local-dir name"),
+        (["finetune", "--model", "owner/name", "--data", "text.txt", "--out", "o"], "hf download owner/name"),
+    ],
+)
+def test_names_that_are_empty_or_of_the_hub(command, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path / "text.txt")
+    assert main(command) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"model_type": "depthgate_ll'])
+def test_a_damaged_config_is_named_and_not_taken_for_a_run_that_has_not_ended(content, tmp_path, capsys):
+    folder = save_model(tmp_path / "model", capacity=0.5)
+    write_text(tmp_path / "text.txt")
+    (tmp_path / "model" / "finetune.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text(content)
+    for command in (["eval", "--data", str(tmp_path / "text.txt")], ["generate", "--prompt", "a"]):
+        assert main([command[0], "--model", str(folder), *command[1:]]) == 2
+        assert "config.json cannot be loaded" in capsys.readouterr().err
+
+
+def test_a_rule_and_a_dtype_that_the_weights_do_not_have_are_named(tmp_path, capsys):
+    folder = save_model(tmp_path / "model", capacity=0.5)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    rule = "predictor" if config["depthgate"]["rule"] != "predictor" else "threshold"
+    for changes, says in (
+        ({"depthgate": {**config["depthgate"], "rule": rule}}, f"says that the rule is '{rule}': it was another"),
+        ({"dtype": "torch.float32"}, "dtype is 'torch.float32': it must be one such as bfloat16"),
+    ):
+        (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
+        assert main(["generate", "--model", str(folder), "--prompt", "a"]) == 2
+        assert says in capsys.readouterr().err
 
 
 def test_a_threshold_keeps_the_share_of_itself_that_is_asked_for_also_when_it_is_loaded(tmp_path):

@@ -39,8 +39,8 @@ from depthgate.files import sync
 from depthgate.flops import swiglu_hidden
 
 CONFIG, METRICS, TOKENIZER = "config.json", "metrics.jsonl", "tokenizer"  # in the folder of a run
-MANIFEST = "manifest.json"
-PLAIN = ("state.json", CONFIG)  # the files of a checkpoint that hold no tensors
+MANIFEST, STATE = "manifest.json", "state.json"
+PLAIN = (STATE, CONFIG)  # the files of a checkpoint that hold no tensors
 VERSION = 1
 MAX_STEP = 10**15
 MAX_JSON = 16 * 2**20  # far above any real file: it bounds the memory that a hostile one can take
@@ -92,7 +92,7 @@ def save(
         return world.agree(named)
 
     size = together(lambda: tensor_files.check(tensors))
-    plain = together(lambda: {"state.json": to_json(state, "state"), CONFIG: to_json(config, "config")})
+    plain = together(lambda: {STATE: to_json(state, "state"), CONFIG: to_json(config, "config")})
     own = together(lambda: {group: tensor_files.own(named, world) for group, named in tensors.items()})
     with ExitStack() as stack:
         temp = world.told(together(lambda: stack.enter_context(begun(run, step, size)) if world.first else run))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,12 +65,15 @@ def convert(
     if known.startswith(families.PREFIX) and not routed_layers(model):
         to_dense(model)  # of the family's own class, from the folder of a routed one
     kind = families.family_of(model)
-    depth = model.config.num_hidden_layers
+    depth = len(families.decoder_layers(model))
     check_neutral(gate)
     check_choice(routing_mode, "routing_mode", MODES)
     check_choice(capacity_by, "capacity_by", ("layer", "change"))
     families.check_capacities(capacity)
     Routing((0,), 1.0, gate, rule, rule_loss, decay)  # refuse wrong values before anything is measured
+    if capacity_by == "change" and isinstance(capacity, Sequence):
+        what = "capacity_by is 'change', which gives each layer its share of one capacity"
+        raise InvalidValueError(f"{what}: give one, or leave capacity_by out")
     measured = (isinstance(layers, str) and layers == "auto") or capacity_by == "change"
     if measured != (calibration is not None):
         what = "layers='auto' (or capacity_by='change') and calibration go together"
@@ -77,6 +81,9 @@ def convert(
     changes = layer_changes(model, calibration) if measured else []
     by_name = {"every_other": range(1, depth, 2), "auto": least_changing(changes)}
     named: Any = by_name.get(layers, layers) if isinstance(layers, str) else layers
+    if isinstance(layers, str) and layers in by_name and not named:
+        raise InvalidValueError(f"layers is {layers!r}, and the model has one layer: give layers=[0] to route it")
+    named = named.tolist() if isinstance(named, Tensor | np.ndarray) else named
     chosen = families.checked_layers(named, depth)
     capacity = families.in_order(named, capacity)
     if capacity_by == "change":
@@ -207,10 +214,6 @@ def convert_folder(config: ConvertConfig) -> tuple[Any, list[float] | None, floa
     """Convert the model of a folder or a GGUF file, check it against the dense one, and save it. Returns its config,
     what layer_changes measured for layers='auto', and what check_same measured at capacity 1."""
     out = Path(config.out)
-    if not config.model:
-        raise InvalidValueError("model is empty: give the folder of a Hugging Face model, or its name on the hub")
-    if not config.out:
-        raise InvalidValueError("out is empty: give the folder to write")
     check_new(out, Path(config.model))
     source = fetched(config.model)
     if gguf_of(source) is None:

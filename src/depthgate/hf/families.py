@@ -109,13 +109,24 @@ def family_of(model: Any) -> str:
     check_config_values(vars(model.config) | {"model_type": kind}, name)
     if type(model) not in (known := [getattr(modeling(kind), each) for each in heads(kind).values()]):
         raise InvalidValueError(f"{name} cannot be routed, only a {' or a '.join(each.__name__ for each in known)}")
-    for i, layer in enumerate(decoder_layers(model)):
-        if type(layer) is not getattr(modeling(kind), FAMILIES[kind].layer):
-            what = f"layer {i} of {name} is a {type(layer).__name__}, not a {FAMILIES[kind].layer}"
-            raise InvalidValueError(f"{what}: its own forward would be lost; convert before the layers are changed")
-        if "forward" in vars(layer) and "_old_forward" not in vars(layer):  # those of accelerate's hooks are known
-            raise InvalidValueError(f"layer {i} of {name} has a forward of its own: convert before that is set")
+    decoder = heads(kind)["AutoModel"] if model.base_model is not model else name
+    _check_own(model.base_model, kind, decoder, f"the decoder of {name}")
+    layers, told = decoder_layers(model), model.config.num_hidden_layers
+    if len(layers) != told:
+        remedy = f"set config.num_hidden_layers to {len(layers)}, and number the layers' attention anew (layer_idx)"
+        raise InvalidValueError(f"{name} has {len(layers)} layers, and its config says {told}: {remedy}")
+    for i, layer in enumerate(layers):
+        _check_own(layer, kind, FAMILIES[kind].layer, f"layer {i} of {name}")
     return kind
+
+
+def _check_own(part: Any, kind: str, theirs: str, what: str) -> None:
+    """Refuse a part that is to get another class, and does not compute what its family's class does."""
+    if type(part) is not getattr(modeling(kind), theirs):
+        told = f"{what} is a {type(part).__name__}, not a {theirs}"
+        raise InvalidValueError(f"{told}: its own forward would be lost; convert before it is changed")
+    if "forward" in vars(part) and "_old_forward" not in vars(part):  # those of accelerate's hooks are known
+        raise InvalidValueError(f"{what} has a forward of its own: convert before that is set")
 
 
 def check_config_values(values: Mapping[str, Any], name: str) -> None:
@@ -123,7 +134,7 @@ def check_config_values(values: Mapping[str, Any], name: str) -> None:
     kind = values["model_type"]
     if kind.startswith(PREFIX):
         remedy = "for another capacity run depthgate finetune --capacity, or call dg.hf.set_capacity"
-        raise InvalidValueError(f"the model is routed already: {remedy}; for other layers convert the dense model")
+        raise InvalidValueError(f"the model is routed already: {remedy}; for other layers call dg.hf.to_dense first")
     if values.get("is_encoder_decoder") or values.get("add_cross_attention"):
         raise InvalidValueError(f"{name} reads an encoder's output: only decoder-only models can be routed")
     if kind not in FAMILIES:

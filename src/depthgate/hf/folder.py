@@ -11,7 +11,7 @@ import torch
 
 from depthgate.data.tokenizer import MOST_IDS, read_tokenizer
 from depthgate.errors import DepthgateError, InvalidValueError, installed
-from depthgate.files import check_no_part
+from depthgate.files import check_no_part, is_hub_name, not_a_folder
 from depthgate.hf.families import FAMILIES, OURS, PREFIX, heads
 
 CODE = "modeling_depthgate"  # the module in a saved folder that auto_map names
@@ -49,6 +49,11 @@ def load(path: Path) -> Any:
     for kind in ("missing", "mismatched", "unexpected"):
         if keys := sorted(map(str, info.get(f"{kind}_keys") or ())):
             what = f"{packed or path} has {kind} weights ({', '.join(keys)[:200]})"
+            routing = getattr(model.config, "depthgate", None) or {}
+            if all(".depth_router.rule." in key for key in keys):
+                raise DepthgateError(
+                    f"{what}: its config.json says that the rule is {routing.get('rule')!r}: it was another"
+                )
             raise DepthgateError(f"{what}: it belongs to another model, or is cut{remedy}")
     if packed is not None:  # traces of the packing, which would be saved
         model.config.__dict__.pop("quantization_config", None)
@@ -102,8 +107,10 @@ def check_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config.get("model_type"), str):
         check_no_part(folder)
         unnamed = f"{path} cannot be loaded: it does not name a model_type"
-        missing = f"{folder} has no config.json: give the folder of a Hugging Face model, or a GGUF file"
-        raise DepthgateError(unnamed if path.is_file() else missing)
+        wanted = "give the folder of a Hugging Face model, or a GGUF file"
+        if not folder.exists():
+            raise not_a_folder(str(folder), wanted)
+        raise DepthgateError(unnamed if path.is_file() else f"{folder} has no config.json: {wanted}")
     for name, least in _LEAST.items():  # transformers would make a model without layers
         size = config.get(name, least)
         if isinstance(size, int) and size < least:
@@ -116,7 +123,7 @@ def check_config(folder: Path) -> dict[str, Any]:
     if odd := [name for name, value in usual.items() if config.get(name, value) not in (value, {})]:
         raise DepthgateError(f"{path} cannot be used: {odd[0]} is {json.dumps(config[odd[0]])} in it: take that out")
     dtype = config.get("dtype", config.get("torch_dtype"))
-    if dtype is not None and not isinstance(getattr(torch, str(dtype).removeprefix("torch."), None), torch.dtype):
+    if dtype is not None and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
         raise DepthgateError(f"{path} cannot be loaded: dtype is {str(dtype)[:80]!r}: it must be one such as bfloat16")
     for index in folder.glob("*.index.json"):
         found = _read_json(index)
@@ -130,7 +137,7 @@ def fetched(name: str) -> Path:
     """The folder that is meant: itself, or that of a model on the hub (owner/name), which is fetched unless it is in
     the cache."""
     path = Path(name)
-    if not name or path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or path.parent.exists():
+    if not is_hub_name(name):
         return path
     installed("transformers", "hf")
     from huggingface_hub import snapshot_download
