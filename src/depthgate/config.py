@@ -4,18 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from depthgate.errors import InvalidValueError, check_capacity, check_choice, check_count, check_divides, check_head
-from depthgate.options import (
-    DEVICES,
-    Options,
-    choice,
-    count,
-    named,
-    number,
-    option,
-    positional,
-    required,
-    whole_numbers,
-)
+from depthgate.options import DEVICES, Options, choice, count, number, option, positional, required, whole_numbers
 
 KINDS = ("dense", "mod", "moe", "mode", "mode_staged", "random")
 ROUTED_KINDS = ("mod", "mode_staged", "random")  # whole layers that only some tokens go through
@@ -342,7 +331,7 @@ class ViewConfig(Options):
     """See which tokens went deep (--model), or how training runs went (RUN_DIR...): one self-contained page."""
 
     runs: list[str] = positional("folders of `depthgate train`, drawn over each other; or of one `depthgate isoflop`")
-    model: str | None = named("folder of a run, of one of its checkpoints, or of a converted model", None)
+    model: str | None = option(None, "folder of a run, of one of its checkpoints, or of a converted model")
     text: str | None = option(None, "file to read; what the run held out unless text or prompt is given")
     prompt: str | None = option(None, "text to read, given here")
     images: str | None = option(None, "folder of images to show with a run of images; held-out ones unless given")
@@ -360,8 +349,9 @@ class ViewConfig(Options):
             raise InvalidValueError("text and prompt are both given: leave one out")
         if self.runs and {self.text, self.prompt, self.images} != {None}:
             raise InvalidValueError("text, prompt and images are for --model: runs have none to show")
-        if self.prompt == "":
-            raise InvalidValueError("prompt is empty: give some text")
+        for name, what in (("prompt", "some text"), ("model", "a folder")):
+            if getattr(self, name) == "":
+                raise InvalidValueError(f"{name} is empty: give {what}")
 
     @property
     def page(self) -> str | None:

@@ -23,16 +23,11 @@ def option(default: Any, about: str = "", check: Callable[[Any, str], object] | 
 
 def required(about: str) -> Any:
     """A field without a default, for the name of something."""
-    return named(about, MISSING)
+    return option(MISSING, about, partial(_check_name, about=about))
 
 
-def named(about: str, default: Any) -> Any:
-    """A field for the name of something."""
-    return option(default, about, partial(check_given, about=about))
-
-
-def check_given(value: Any, name: str, about: str) -> None:
-    """A name that is not empty: an empty one would be that of the current folder."""
+def _check_name(value: Any, name: str, about: str) -> None:
+    """An empty name would be that of the current folder."""
     if value == "":
         raise InvalidValueError(f"{name} is empty: give the {about.partition('. ')[0]}")
 

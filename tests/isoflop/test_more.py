@@ -1,13 +1,17 @@
 """Cells that are added to a study as its losses come in: the same ones, wherever it was interrupted."""
 
 import math
+from concurrent.futures import Future
+from contextlib import contextmanager
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from depthgate.errors import DepthgateError
 from depthgate.flops import parameters
+from depthgate.isoflop import cell as cell_module
 from depthgate.isoflop import fit
+from depthgate.isoflop.cell import launch
 from depthgate.isoflop.config import IsoflopConfig
 from depthgate.isoflop.grid import Grid
 
@@ -104,3 +108,35 @@ def test_sizes_of_an_earlier_center_do_not_count_as_added_ones():
     fresh = whole(made(sizes=3, center=4.0, more_sizes=2), [], best)
     grown = whole(made(sizes=3, center=4.0, more_sizes=2), earlier, best)
     assert {row["cell"] for row in grown} == {row["cell"] for row in (*fresh, *earlier)}
+
+
+def test_cells_that_a_finished_curve_asks_for_begin_beside_those_of_others(monkeypatch):
+    """By a launcher whose cells end at once, but for one, which ends when another has begun beside it."""
+    grid = made(sizes=1, seeds_at_minimum=2, calibrate=False)
+    (first,) = cells = grid.cells()
+    slow = grid.cell(1e10, "dense", grid.ladders["dense"][1], 7)
+    futures, beside = {}, []
+
+    @contextmanager
+    def start(*_):
+        def submit(new):
+            beside.append([name for name, future in futures.items() if not future.done()])
+            futures.update((cell.name, Future()) for cell in new)
+            ending = [cell for cell in new if cell != slow] if slow in new else [*new, slow]
+            for cell in ending:
+                futures[cell.name].set_result(*rows_of([cell], cell.params))
+            return [futures[cell.name] for cell in new]
+
+        yield submit
+
+    monkeypatch.setattr(cell_module, "_processes", start)
+    rows = []
+
+    def more():
+        cells.extend(new := grid.more(cells, rows, lambda _: None))
+        return new
+
+    for cell, row in launch([first, slow], grid.config, 2, more):
+        rows.extend([row] if cell != slow else [])
+    assert beside == [[], [slow.name]]
+    assert [row["seed"] for row in rows] == [0, 1]

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
 from multiprocessing import get_context, parent_process
@@ -37,6 +37,7 @@ from depthgate.train.evaluate import measure
 from depthgate.vit import ViT
 
 RESULT = "result.json"
+Submit = Callable[[Sequence[Cell]], Sequence[Future[Row]]]
 _EVERY = 15.0  # seconds between two words on a cell that runs beside others
 _TEXTS = ("cell", "variant", "device")
 _NUMBERS = ("budget", "params", "seed", "steps", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
@@ -170,20 +171,29 @@ def _common(training: Any, last: Row) -> Row:
     }
 
 
-def launch(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[tuple[Cell, Row | Exception]]:
-    """Run cells; yield each with its row, or with its error: the other cells are worth having."""
+def launch(
+    cells: Sequence[Cell], config: IsoflopConfig, at_once: int, more: Callable[[], Sequence[Cell]] = tuple
+) -> Iterator[tuple[Cell, Row | Exception]]:
+    """Run cells; yield each with its row, or with its error: the other cells are worth having. After each, `more` gives
+    further ones, which begin beside those that are running."""
     start = {"local": _processes, "ray": _ray, "submitit": _submitit}[config.launcher]
-    with start(cells, config, at_once) as futures:
-        cell_of = dict(zip(futures, cells, strict=True))
-        for future in as_completed(futures):
-            try:
-                yield cell_of[future], future.result()
-            except Exception as error:
-                yield cell_of[future], error
+    with start(config, at_once) as submit:
+        cell_of = dict(zip(submit(cells), cells, strict=True))
+        waiting = {*cell_of}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                try:
+                    yield cell_of[future], future.result()
+                except Exception as error:
+                    yield cell_of[future], error
+            if further := more():
+                begun = dict(zip(submit(further), further, strict=True))
+                cell_of, waiting = cell_of | begun, waiting | {*begun}
 
 
 @contextmanager
-def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> Iterator[list[Future[Row]]]:
+def _processes(config: IsoflopConfig, at_once: int) -> Iterator[Submit]:
     """A process for each cell, so that one that dies harms no other, and a thread that waits for it."""
     context, stopping = get_context("forkserver"), threading.Event()
     context.set_forkserver_preload(["depthgate.isoflop.cell"])  # torch is loaded once
@@ -213,7 +223,7 @@ def _processes(cells: Sequence[Cell], config: IsoflopConfig, at_once: int) -> It
 
     pool = ThreadPoolExecutor(at_once)
     try:
-        yield [pool.submit(run, cell) for cell in cells]
+        yield lambda cells: [pool.submit(run, cell) for cell in cells]
     finally:
         stopping.set()
         pool.shutdown(cancel_futures=True)
@@ -248,7 +258,7 @@ def _in_process(cell: Cell, config: IsoflopConfig, threads: int, alone: bool, to
 
 
 @contextmanager
-def _ray(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[Future[Row]]]:
+def _ray(config: IsoflopConfig, _: int) -> Iterator[Submit]:
     ray = installed("ray", "ray")
     ours = not ray.is_initialized()
     if ours:
@@ -258,9 +268,15 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[
         if need > resources.get(have, 0):
             raise DepthgateError(f"{name} is {need:g}, but Ray has {resources.get(have, 0):g} in all: ask for less")
     task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0)(run_cell)
-    running = [task.remote(cell, config, config.cpus) for cell in cells]
+    running: list[Any] = []
+
+    def submit(cells: Sequence[Cell]) -> list[Future[Row]]:
+        begun = [task.remote(cell, config, config.cpus) for cell in cells]
+        running.extend(begun)
+        return [each.future() for each in begun]
+
     try:
-        yield [each.future() for each in running]
+        yield submit
     finally:
         for each in running:
             ray.cancel(each, force=True)
@@ -269,17 +285,25 @@ def _ray(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[
 
 
 @contextmanager
-def _submitit(cells: Sequence[Cell], config: IsoflopConfig, _: int) -> Iterator[list[Future[Row]]]:
+def _submitit(config: IsoflopConfig, _: int) -> Iterator[Submit]:
     executor = installed("submitit", "sweep").AutoExecutor(folder=Path(config.out).absolute() / "jobs")
     resources = {"cpus_per_task": config.cpus, "gpus_per_node": int(config.gpus)}
     executor.update_parameters(name="depthgate", timeout_min=config.minutes, **resources)
-    with executor.batch():
-        jobs = [executor.submit(run_cell, cell, config, config.cpus) for cell in cells]
-    pool = ThreadPoolExecutor(len(jobs))
+    jobs: list[Any] = []
+    pools: list[ThreadPoolExecutor] = []
+
+    def submit(cells: Sequence[Cell]) -> list[Future[Row]]:
+        with executor.batch():
+            begun = [executor.submit(run_cell, cell, config, config.cpus) for cell in cells]
+        jobs.extend(begun)
+        pools.append(ThreadPoolExecutor(len(begun)))
+        return [pools[-1].submit(job.result) for job in begun]
+
     try:
-        yield [pool.submit(job.result) for job in jobs]
+        yield submit
     finally:
         for job in jobs:
             if not job.done():
                 job.cancel()
-        pool.shutdown(wait=False, cancel_futures=True)
+        for pool in pools:
+            pool.shutdown(wait=False, cancel_futures=True)

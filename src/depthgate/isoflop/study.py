@@ -8,7 +8,7 @@ import json
 import math
 import os
 import signal
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -157,10 +157,13 @@ class Study:
         if self.config.lr_sweep:
             self._sweep()
         self._plan()  # the tokenizer and the rates are known now
-        self._run(self.cells)
-        while more := self.grid.more(self.cells, self.rows, self._check_fits):
-            self.cells += more
-            self._run(more)
+        self._run(self.cells, self._more)
+
+    def _more(self) -> list[Cell]:
+        """Cells that complete curves ask for."""
+        more = self.grid.more(self.cells, self.rows, self._check_fits)
+        self.cells += more
+        return more
 
     def _sweep(self) -> None:
         """Find the learning rate of the middle size of each variant at the smallest budget, or at that of the first
@@ -194,19 +197,31 @@ class Study:
             return finished(cell)
         return next((row for row in self.rows if cell.described().items() <= row.items()), None)
 
-    def _run(self, cells: Sequence[Cell]) -> list[Row]:
-        """Run the cells that are not finished, and those that fail once more; the rows of all that have one."""
-        rows = {cell.name: row for cell in cells if (row := self._found(cell))}
-        self._keep(rows.values(), cells)
+    def _run(self, cells: Sequence[Cell], more: Callable[[], Sequence[Cell]] = tuple) -> list[Row]:
+        """Run the cells that are not finished, those that `more` adds to them as rows come in, and those that fail once
+        more; the rows of all that have one."""
+        wanted, rows = dict[str, Cell](), dict[str, Row]()
+
+        def longest(new: Sequence[Cell]) -> list[Cell]:
+            """Those of new cells, and of those that follow, that are not finished: the longest first, so that no core
+            waits for the last one."""
+            missing = list[Cell]()
+            while new:
+                wanted.update((cell.name, cell) for cell in new)
+                found = {cell.name: row for cell in new if (row := self._found(cell))}
+                rows.update(found)
+                self._keep(found.values(), new)
+                missing += [cell for cell in new if cell.name not in found]
+                new = more()
+            return sorted(missing, key=lambda cell: -cell.training.steps * cell.training.model.layers)
+
+        missing = longest(cells)
         for _ in range(_ATTEMPTS):
-            missing = {cell.name: cell for cell in cells if cell.name not in rows}
             if not missing:
                 break
             if rows:
-                say(f"{len(rows)} of {len(cells)} cells are finished")
-            # The longest first, so that no core waits for the last one.
-            longest = sorted(missing.values(), key=lambda cell: -cell.training.steps * cell.training.model.layers)
-            outcomes = launch(longest, self.config, self.at_once)
+                say(f"{len(rows)} of {len(wanted)} cells are finished")
+            outcomes = launch(missing, self.config, self.at_once, lambda: longest(more()))
             with closing(outcomes):  # type: ignore[type-var]
                 for cell, outcome in outcomes:
                     if isinstance(outcome, Exception):
@@ -215,12 +230,13 @@ class Study:
                         continue
                     self.failed.pop(cell, None)
                     rows[cell.name] = outcome
-                    self._keep([outcome], cells)
-                    waiting = [each.flops for name, each in missing.items() if name not in rows]
+                    self._keep([outcome], [cell])
+                    waiting = [each.flops for name, each in wanted.items() if name not in rows]
                     left = sum(waiting) / speed(rows.values()) / max(1, min(self.at_once, len(waiting)))
                     what = "error in percent" if self.config.images else "causal loss"
                     found = f"{what} {outcome['loss_causal']:.4f} after {outcome['seconds']:.0f} s"
-                    say(f"{len(rows)} of {len(cells)}: {cell.name}: {found}; up to about {duration(left)} left")
+                    say(f"{len(rows)} of {len(wanted)}: {cell.name}: {found}; up to about {duration(left)} left")
+            missing = [cell for name, cell in wanted.items() if name not in rows]
         return list(rows.values())
 
     def _keep(self, rows: Collection[Row], cells: Sequence[Cell]) -> None:
