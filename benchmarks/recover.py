@@ -7,7 +7,9 @@ is to be judged by, the dense model trained alike: the same text, loss, steps an
 Prints a JSON object a line as each figure is there, and a table at the end: bits a byte of held-out text and three
 tasks made from it (depthgate eval --tasks), means over the seeds and their range. `--minutes` is the training time of
 the control: all models make as many steps as a short trial says fit into it. What is there already is not done again:
-an interrupted call, or one that ended after `--budget` seconds, is given once more and goes on where it was.
+an interrupted call, or one that ended after `--budget` seconds, is given once more and goes on where it was. With
+`--side_by_side` the seeds are trained at the same time, a process each, which a GPU wants NVIDIA's MPS for; their times
+of training are then those of models that share it.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -35,20 +38,20 @@ _TRIAL = 12  # steps that say how long one takes; the first ones warm up
 
 
 class Rows:
-    """rows.jsonl: figures by name, each written as soon as it is known."""
+    """rows.jsonl: figures by name, each written as soon as it is known; a process of one seed writes its own file."""
 
-    def __init__(self, out: Path) -> None:
-        self.path = out / "rows.jsonl"
+    def __init__(self, out: Path, seed: str = "") -> None:
+        self.path = out / f"rows{seed}.jsonl"
         self.found: dict[str, dict[str, object]] = {}
-        if self.path.exists():
-            for line in self.path.read_text().splitlines():
+        for path in sorted(out.glob("rows*.jsonl")):
+            for line in path.read_text().splitlines():
                 with contextlib.suppress(ValueError):
                     row = json.loads(line)
                     self.found[row["row"]] = row
 
     def begin(self, options: dict[str, object], about: dict[str, object]) -> None:
         """The first row says what was asked for, and where. More capacities and batches may be asked for later."""
-        grows = ("capacities", "batches", "seeds", "budget")
+        grows = ("capacities", "batches", "seeds", "budget", "side_by_side", "of_seed")
         old = self.get("machine", lambda: {**about, "options": options})["options"]
         differ = [name for name in options if name not in grows and old.get(name) != options[name]]
         if differ:
@@ -133,6 +136,8 @@ def main() -> None:
     parser.add_argument("--gate", default="straight_through")
     parser.add_argument("--rule", default="threshold")
     parser.add_argument("--seeds", default="0", help="of training; all arms are trained with each")
+    parser.add_argument("--side_by_side", action="store_true", help="train seeds at the same time, a process each")
+    parser.add_argument("--of_seed", default="", help=argparse.SUPPRESS)  # the seed of such a process
     parser.add_argument("--minutes", type=float, help="training time of the control; --set steps=N instead")
     parser.add_argument("--budget", type=float, help="seconds after which the call ends, to be given again")
     parser.add_argument("--items", type=int, default=200, help="of each task; 0: no tasks")
@@ -146,7 +151,7 @@ def main() -> None:
 
     os.environ.setdefault("XDG_CACHE_HOME", str(options.out.resolve() / "cache"))
     options.out.mkdir(parents=True, exist_ok=True)
-    rows, device = Rows(options.out), resolve_device(options.device)
+    rows, device = Rows(options.out, options.of_seed), resolve_device(options.device)
     dense = options.dense
     if dense is None:
         dense = options.out / "dense"
@@ -203,7 +208,15 @@ def main() -> None:
             quietly(convert.run, asked, True)
         arms[f"capacity {capacity}"] = converted, capacity
         rows.get(f"capacity {capacity}, converted", lambda folder=converted: measured(folder))
-    for seed in map(int, options.seeds.split(",")):
+    seeds = options.seeds.split(",")
+    if options.side_by_side and not options.of_seed:
+        asked = [(sys.executable, *sys.argv, "--of_seed", seed) for seed in seeds]
+        running = [subprocess.Popen([*each, "--batches", ""], stdout=subprocess.DEVNULL) for each in asked]
+        codes = [process.wait() for process in running]
+        if any(codes):
+            sys.exit("a process of one seed failed, or its time was up: see above; the same command goes on")
+        rows = Rows(options.out)
+    for seed in map(int, [options.of_seed] if options.of_seed else seeds):
         for name, (source, capacity) in arms.items():
             after = options.out / f"{name.replace(' ', '-')}-seed-{seed}"
             config = replace(base, model=str(source), out=str(after), capacity=capacity, seed=seed)
@@ -216,7 +229,7 @@ def main() -> None:
             asked = BenchConfig(str(folder), options.valid, options.batches, options.context)
             rows.get(f"{name}, speed", lambda a=asked: {"speeds": bench.measure(a, device)})
     table(rows.found)
-    means(rows.found, [*arms], len(options.seeds.split(",")))
+    means(rows.found, [*arms], len(seeds))
 
 
 def means(rows: dict[str, dict[str, object]], arms: list[str], seeds: int) -> None:

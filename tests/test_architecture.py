@@ -98,7 +98,7 @@ def test_every_public_name_loads():
 def test_the_house_stays_small():
     lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
     assert {path: n for path, n in lines.items() if n > 400} == {}
-    assert sum(lines.values()) <= 21_800
+    assert sum(lines.values()) <= 21_900
     assert len(lines) <= 126
 
 

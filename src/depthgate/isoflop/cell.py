@@ -38,6 +38,7 @@ from depthgate.vit import ViT
 
 RESULT = "result.json"
 Submit = Callable[[Sequence[Cell]], Sequence[Future[Row]]]
+_MOST_JOBS = 2**14  # that are waited for, by a thread each
 _EVERY = 15.0  # seconds between two words on a cell that runs beside others
 _TEXTS = ("cell", "variant", "device")
 _NUMBERS = ("budget", "params", "seed", "steps", "loss", "loss_causal", "seconds", "flops", "forward_flops_per_token")
@@ -290,14 +291,13 @@ def _submitit(config: IsoflopConfig, _: int) -> Iterator[Submit]:
     resources = {"cpus_per_task": config.cpus, "gpus_per_node": int(config.gpus)}
     executor.update_parameters(name="depthgate", timeout_min=config.minutes, **resources)
     jobs: list[Any] = []
-    pools: list[ThreadPoolExecutor] = []
+    pool = ThreadPoolExecutor(_MOST_JOBS)
 
     def submit(cells: Sequence[Cell]) -> list[Future[Row]]:
         with executor.batch():
             begun = [executor.submit(run_cell, cell, config, config.cpus) for cell in cells]
         jobs.extend(begun)
-        pools.append(ThreadPoolExecutor(len(begun)))
-        return [pools[-1].submit(job.result) for job in begun]
+        return [pool.submit(job.result) for job in begun]
 
     try:
         yield submit
@@ -305,5 +305,4 @@ def _submitit(config: IsoflopConfig, _: int) -> Iterator[Submit]:
         for job in jobs:
             if not job.done():
                 job.cancel()
-        for pool in pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
