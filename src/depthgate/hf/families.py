@@ -113,7 +113,9 @@ def family_of(model: Any) -> str:
     _check_own(model.base_model, kind, decoder, f"the decoder of {name}")
     layers, told = decoder_layers(model), model.config.num_hidden_layers
     if len(layers) != told:
-        remedy = f"set config.num_hidden_layers to {len(layers)}, and give the layers' attention new numbers (layer_idx)"
+        remedy = (
+            f"set config.num_hidden_layers to {len(layers)}, and give the layers' attention new numbers (layer_idx)"
+        )
         raise InvalidValueError(f"{name} has {len(layers)} layers, and its config says {told}: {remedy}")
     for i, layer in enumerate(layers):
         _check_own(layer, kind, FAMILIES[kind].layer, f"layer {i} of {name}")
