@@ -15,7 +15,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Each may import those before it, functions included; a package may import within itself.
 ORDER = (
     *("errors", "options", "files", "config", "vision", "recipes", "flops", "device", "console"),
-    *("ops", "routing", "layers", "encoders", "model", "vit", "cache"),
+    *("ops", "routing", "layers", "encoders", "model", "vit_weights", "vit", "cache"),
     *("data", "checkpoint", "generation", "hf", "loading", "view", "gathering", "recording", "drop_in"),
     *("train", "isoflop", "serve"),
     *("commands", "cli", "__main__"),
@@ -98,8 +98,8 @@ def test_every_public_name_loads():
 def test_the_house_stays_small():
     lines = {str(path): len(path.read_text().splitlines()) for path in FILES}
     assert {path: n for path, n in lines.items() if n > 400} == {}
-    assert sum(lines.values()) <= 21_900
-    assert len(lines) <= 126
+    assert sum(lines.values()) <= 22_050
+    assert len(lines) <= 127
 
 
 def loads(name: str) -> set[str]:

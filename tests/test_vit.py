@@ -194,6 +194,8 @@ THEIRS = {
     "timm": of_timm,
     "timm, mean": lambda: of_timm(global_pool="avg"),
     "timm, registers": lambda: of_timm(reg_tokens=2, no_embed_class=True),
+    "timm, layer scale": lambda: of_timm(init_values=0.1),
+    "timm, no biases": lambda: of_timm(qkv_bias=False, proj_bias=False, reg_tokens=2, no_embed_class=True),
 }
 
 
@@ -238,6 +240,45 @@ def test_a_pretrained_vit_for_other_images_and_classes():
     assert other.names == ["0", "1", "2", "3", "4"]
 
 
+def test_a_trained_vit_of_our_own_is_upcycled():
+    config = dg.ViTConfig(image=12, patch=4, dim=16, heads=2, layers=2, hidden=24, classes=3, pattern="dense")
+    own, images = dg.ViT(config), bytes_of(2, 3, 12, 12)
+    own.names, own.pixel_mean[:] = ["a", "b", "c"], torch.tensor([0.1, 0.2, 0.3])
+    torch.nn.init.normal_(own.head.weight)
+    for changes in ({}, {"pattern": "moe", "experts": 4}, {"pattern": "mod", "capacity": 1.0, "start": 0}):
+        vit = dg.ViT.from_pretrained(own, **changes)
+        close(vit(images).logits, own(images).logits)
+        assert vit.names == ["a", "b", "c"]
+    with pytest.raises(InvalidValueError, match="only a dense one can be upcycled"):
+        dg.ViT.from_pretrained(vit)
+
+
+@pytest.mark.parametrize(
+    ("known", "names", "rows"),
+    [
+        (["a", "b", "c"], ["c", "a", "b"], [2, 0, 1]),
+        (["a", "b", "c"], ["a", "b", "d"], None),
+        (["LABEL_0", "LABEL_1", "LABEL_2"], ["c", "a", "b"], [0, 1, 2]),
+        (["a", "b", "c"], ["0", "1", "2"], [0, 1, 2]),
+    ],
+)
+def test_a_head_follows_the_names_of_its_classes(known, names, rows):
+    config = dg.ViTConfig(image=12, patch=4, dim=16, heads=2, layers=2, classes=3, pattern="dense")
+    vit, images = dg.ViT(config), bytes_of(2, 3, 12, 12)
+    for weight in vit.head.parameters():
+        torch.nn.init.normal_(weight)
+    vit.names, before = known, vit(images).logits
+    assert vit.begin_head(names) == (rows is not None)
+    assert vit.names == names
+    close(vit(images).logits, torch.zeros(2, 3) if rows is None else before[:, rows])
+
+
+def test_pixels_of_grey_models_of_timm():
+    grey = vision.package("timm").create_model("vit_tiny_patch16_224", in_chans=1, num_classes=2)
+    vit = dg.ViT.from_pretrained(grey)
+    assert vit.pixel_mean.tolist() == pytest.approx([sum(grey.pretrained_cfg["mean"]) / 3])
+
+
 def test_a_missing_folder_is_not_looked_for_elsewhere(monkeypatch):
     import socket
 
@@ -255,7 +296,6 @@ def test_models_that_are_not_plain_vits_are_refused(tmp_path):
             "is not a ViT",
         ),
         (lambda: of_timm(act_layer=lambda: torch.nn.GELU("tanh")), r"with GELU\(approximate='tanh'\)"),
-        (lambda: of_timm(init_values=0.1), "ls1"),
         (lambda: of_timm(mlp_layer=vision.package("timm").layers.GluMlp), r"ffn\.down\.weight"),
         (lambda: of_timm(global_pool="max"), "global_pool='max'"),
         (lambda: of_timm(global_pool="map", class_token=False), "global_pool='map'"),
@@ -288,9 +328,15 @@ def test_folders_of_pretrained_models(tmp_path):
     pixels.write_text(json.dumps(about | {"do_normalize": False}))
     images = bytes_of(1, 3, 12, 12)
     close(dg.ViT.from_pretrained(tmp_path / "vit").normalised(images), images / 255)
-    pixels.write_text("{")
-    with pytest.raises(dg.DepthgateError, match=r"preprocessor_config\.json is damaged"):
-        dg.ViT.from_pretrained(tmp_path / "vit")
+    for scaled in ({"rescale_factor": 1 / 127.5}, {"do_rescale": False}):
+        pixels.write_text(json.dumps(about | scaled))
+        theirs = images * scaled.get("rescale_factor", 1.0)
+        wanted = (theirs - torch.tensor([0.1, 0.2, 0.3])[:, None, None]) / torch.tensor([0.4, 0.5, 0.6])[:, None, None]
+        close(dg.ViT.from_pretrained(tmp_path / "vit").normalised(images), wanted)
+    for odd in ("{", '{"image_std": [0, 0, 0]}', '{"image_mean": [0.1, 0.2]}', '{"image_mean": ["a", 1, 2]}'):
+        pixels.write_text(odd)
+        with pytest.raises(dg.DepthgateError, match=r"preprocessor_config\.json is damaged"):
+            dg.ViT.from_pretrained(tmp_path / "vit")
     weights = tmp_path / "vit" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(dg.DepthgateError, match="is not the folder of an image classifier"):

@@ -28,7 +28,7 @@ try:  # imports take a while, in which nothing has begun
     from depthgate.options import Options, build
     from depthgate.recipes import PRESETS, preset, settle_vocab
     from depthgate.serve.config import ServeConfig
-    from depthgate.vision import IMAGE_PRESETS, ImagesConfig
+    from depthgate.vision import IMAGE_PRESETS, PRETRAINED, ImagesConfig
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 
@@ -242,8 +242,11 @@ def parse(argv: Sequence[str]) -> Namespace:
         if task != of_run:
             raise InvalidValueError(f"task is {task!r}, but the run is one of {of_run}: leave it out")
         first = build_parser(task=task).parse_args([word for word in words if not word.startswith(asking)])
-        options = build_parser(first.train.preset, task).parse_args(words)
-        given = build_parser(task=task).parse_args(typed, defaults=False).train
+        plain = [word for word in typed if not word.startswith(asking)]
+        given, start = build_parser(task=task).parse_args(plain, defaults=False).train, first.train.preset
+        if first.train.get("pretrained") and not given.get("preset"):  # it is routed where that is asked for
+            start = PRETRAINED
+        options = build_parser(start, task).parse_args(words)
     except UnicodeDecodeError as error:
         raise InvalidValueError(f"a config file is not yaml text: {error}") from None
     if not isinstance(options.train.model, Namespace):

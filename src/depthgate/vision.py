@@ -139,10 +139,12 @@ class ImagesConfig(RunConfig):
     out: str = "runs/images"
     preset: str = option("vit-tiny-soft", "where all other options start from (see depthgate presets)")
     model: ViTConfig = field(default_factory=ViTConfig)
-    pretrained: str | None = option(None, "folder of a ViT of transformers to start from; its shape is the model's")
+    pretrained: str | None = option(
+        None, "folder of a ViT of transformers, or a run's of a dense one, to start from; its shape is the model's"
+    )
     corrupt: str = choice("refuse", ("refuse", "skip"), "what is done about files that are not images")
     epochs: float | None = number(
-        None, "(0, inf)", "passes over the images, instead of steps; warm-up: a tenth at most"
+        None, "(0, inf)", "as many images as so many passes have, instead of steps; warm-up: a tenth at most"
     )
     repeats: int = count(1, "times that an image comes in a row, each time changed in another way", maximum=2**10)
     batch: int = count(128, "images in a step")
@@ -186,6 +188,7 @@ _S16 = {**_GPU, "model.image": 224, "model.patch": 16, "model.dim": 384, "model.
 _S16 |= {"model.experts": 128, "zoom": 0.3, "crop": 0.0, "batch": 1024, "warmup": 5000}
 _SIZES = {"tiny": _TINY, "cifar": _CIFAR, "s16": _S16, "b16": {**_S16, "model.dim": 768, "model.heads": 12}}
 _PATTERNS = {"dense": "dense", "soft": "soft_moe", "moe": "moe", "mod": "dense,mod"}
+PRETRAINED = "vit-tiny-dense"  # where runs from a pretrained model start from, unless they name a preset
 IMAGE_PRESETS: dict[str, dict[str, Any]] = {
     f"vit-{size}-{kind}": {**_SIZES[size], "model.pattern": _PATTERNS[kind]} for size in _SIZES for kind in _PATTERNS
 }

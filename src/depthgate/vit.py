@@ -1,10 +1,8 @@
 """The vision transformer: patches, a pattern of layers, the residual loop, the head; and pretrained ones as a start."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -12,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from depthgate.config import check_neutral
-from depthgate.errors import DepthgateError, InvalidValueError, installed
+from depthgate.errors import InvalidValueError
 from depthgate.flops import budget
 from depthgate.layers import MLP, MoD, MoE, SoftMoE
 from depthgate.model import Output, generator_of
@@ -21,6 +19,7 @@ from depthgate.ops.rows import plain_positions
 from depthgate.recipes import images_config
 from depthgate.routing import Plans, TopTokens
 from depthgate.vision import ViTConfig
+from depthgate.vit_weights import Pretrained, not_plain, pretrained, told_by
 
 
 class Attention(nn.Module):
@@ -125,12 +124,16 @@ class ViT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: Any, **changes: Any) -> Self:
-        """A pretrained ViT of timm or of transformers, a module or the folder of a transformers model, as one of ours.
+        """A pretrained ViT of timm or of transformers, a module or the folder of a transformers model, or a dense one of
+        ours, as one of ours.
         With other values of ViTConfig, such as pattern="moe", it is upcycled: experts start as copies of the MLP, so
         that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers do for equal tokens.
         For another `image` its positions are stretched; for another number of `classes` it has a new head, of zeros."""
-        model = _opened(source) if isinstance(source, str | Path) else source
-        weights, config = _theirs(model)
+        own = isinstance(source, ViT)
+        theirs = source.as_pretrained() if own else pretrained(source)
+        weights, config = theirs.weights, theirs.config
+        if not own:
+            _complete(theirs)
         config = replace(config, expert_hidden=config.hidden)
         asked = replace(config, **changes)
         for name in ("patch_size", *SHAPE[1:]):
@@ -142,9 +145,9 @@ class ViT(nn.Module):
         if asked.top_k == 1 and "moe" in asked.kinds:
             raise InvalidValueError("top_k is 1, whose gate is not 1: experts would be less than the MLP; use 2")
         weights["position"] = _stretched(weights["position"], config.grid, asked.grid)
-        labels = getattr(getattr(model, "config", None), "id2label", {})
+        names = theirs.names
         if asked.classes != config.classes:
-            labels, weights = {}, {name: each for name, each in weights.items() if not name.startswith("head.")}
+            names, weights = None, {name: each for name, each in weights.items() if not name.startswith("head.")}
         vit = cls(asked).to(weights["position"].dtype)
         for name, tensor in vit.state_dict().items():  # which is written to
             plain = name.replace(".block.", ".")  # of a mod layer
@@ -155,13 +158,32 @@ class ViT(nn.Module):
                 tensor.copy_(weights[plain])
             elif ".router.proj." in name and ".ffn." not in name:
                 tensor.zero_()  # a gate of one
-        cfg = getattr(model, "pretrained_cfg", None) or {}
-        if model is not source and (file := Path(source, "preprocessor_config.json")).is_file():
-            cfg = _of_pixels(file)
-        for buffer, value in ((vit.pixel_mean, cfg.get("mean")), (vit.pixel_std, cfg.get("std"))):
-            buffer.copy_(torch.tensor(value or [0.5] * len(buffer)))
-        vit.names = [str(labels.get(number, number)) for number in range(vit.config.classes)]
+        for buffer, value in ((vit.pixel_mean, theirs.mean), (vit.pixel_std, theirs.std)):
+            if value is not None:
+                buffer.copy_(torch.as_tensor(value))
+        vit.names = names or vit.names
         return vit.eval()
+
+    def as_pretrained(self) -> Pretrained:
+        """This model as one that another may begin from: a dense one, whose experts will be copies of its MLPs."""
+        if set(self.config.kinds) != {"dense"}:
+            raise InvalidValueError(f"the model has layers of {self.config.pattern}: only a dense one can be upcycled")
+        weights = {name: each.detach() for name, each in self.state_dict().items() if not name.startswith("pixel_")}
+        config = replace(self.config, hidden=self.config.mlp_hidden)
+        return Pretrained(type(self).__name__, weights, config, list(self.names), self.pixel_mean, self.pixel_std)
+
+    def begin_head(self, names: Sequence[str]) -> bool:
+        """Let the head tell these classes apart. Rows of classes of the same names are put in their order; a head that
+        knows others begins with zeros, which False tells. Names that are numbers say nothing: the head stays."""
+        known, names = self.names, list(names)
+        self.names = names
+        if known == names or not (told_by(known) and told_by(names)):
+            return True
+        same = sorted(known) == sorted(names)
+        with torch.no_grad():
+            for weight in (self.head.weight, self.head.bias):
+                weight.copy_(weight[[known.index(name) for name in names]] if same else torch.zeros_like(weight))
+        return same
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Normal weights of the variance of nn.Linear's; those that write into the residual smaller; a head of zeros. A
@@ -302,98 +324,18 @@ def _stretched(position: Tensor, grid: tuple[int, int], wanted: tuple[int, int])
     return F.interpolate(wide, wanted, mode="bicubic", antialias=True).flatten(2)[0].mT.to(learnt.dtype)
 
 
-_GELU = ("gelu", "GELU()", "GELU(approximate='none')")
 _SIZES = ("dim", "layers", "heads", "hidden", "expert_hidden")
 SHAPE = ("patch", "channels", "stem", *_SIZES, "pooling", "registers", "norm_eps")
-# Names of weights in timm (first) and in transformers, older and newer, and ours.
-_RENAMED = (
-    (r"patch_embed\.proj\.|embeddings\.patch_embeddings\.projection\.", "patch."),
-    (r"(?:encoder\.layer|layers|blocks)\.(\d+)\.", r"layers.\1."),
-    (r"\.(?:norm1|layernorm_before)\.", ".attention_norm."),
-    (r"\.(?:norm2|layernorm_after)\.", ".ffn_norm."),
-    (r"\.attention\.(?:attention\.)?(?:query|q_proj)\.", ".attention.q."),
-    (r"\.attention\.(?:attention\.)?(?:key|k_proj)\.", ".attention.k."),
-    (r"\.attention\.(?:attention\.)?(?:value|v_proj)\.", ".attention.v."),
-    (r"\.attn\.qkv\.", ".attention.qkv."),
-    (r"\.(?:attn\.proj|attention\.output\.dense|attention\.o_proj)\.", ".attention.out."),
-    (r"\.(?:mlp\.fc1|intermediate\.dense)\.", ".ffn.up."),
-    (r"(\d)\.(?:mlp\.fc2|output\.dense)\.", r"\1.ffn.down."),
-    (r"^(?:layernorm|fc_norm)\.", "norm."),
-    (r"^classifier\.", "head."),
-    (r"^(?:embeddings\.)?(cls_token|reg_token)$|^embeddings\.position_embeddings$|^pos_embed$", r"\1"),
-)
-_NEEDED = {"patch.weight", "position", "head.weight", "layers.0.attention.qkv.weight", "layers.0.ffn.up.bias"}
 
 
-def _opened(folder: str | Path) -> nn.Module:
-    """The model of a folder, which nothing is looked for outside of."""
-    if not Path(folder).is_dir():  # which transformers would look for on the Hub
-        raise DepthgateError(f"{folder} is not a folder: give that of an image classifier")
-    found = installed("transformers", "hf").AutoModelForImageClassification
-    try:
-        return found.from_pretrained(str(folder), local_files_only=True)  # type: ignore[no-any-return]
-    except Exception as error:  # transformers and safetensors raise many kinds
-        raise DepthgateError(f"{folder} is not the folder of an image classifier ({str(error)[:100]})") from None
-
-
-def _of_pixels(file: Path) -> dict[str, Any]:
-    """The mean and std of a transformers model's pixels, by its preprocessor."""
-    try:
-        about = json.loads(file.read_text(encoding="utf-8"))
-        normalises = about.get("do_normalize", True)
-    except (ValueError, AttributeError):
-        raise DepthgateError(f"{file} is damaged: mend it, or remove it, if mean and std are 0.5") from None
-    return {
-        "mean": about.get("image_mean") if normalises else [0.0],
-        "std": about.get("image_std") if normalises else [1.0],
-    }
-
-
-def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
-    """The weights of a ViT of timm or transformers by our names, and its configuration."""
-    found: dict[str, Tensor] = {}
-    for theirs, tensor in model.state_dict().items() if isinstance(model, nn.Module) else ():
-        name = theirs.removeprefix("vit.")
-        for old, new in _RENAMED:
-            name = re.sub(old, new, name)
-        found[name or "position"] = tensor.detach()
-    for name in [name for name in found if ".attention.q." in name]:
-        parts = [name.replace(".q.", f".{part}.") for part in "qkv"]
-        if found.keys() >= {*parts}:
-            found[name.replace(".q.", ".qkv.")] = torch.cat([found.pop(part) for part in parts])
-    about, blocks = getattr(model, "config", None), getattr(model, "blocks", None)
-    if not found.keys() >= _NEEDED or (about is None and blocks is None):
-        raise InvalidValueError(f"a {type(model).__name__} is not a ViT of timm or transformers with a head: give one")
-    (dim, channels, *patch), position = found["patch.weight"].shape, found["position"][0]
-    found["patch.weight"] = found["patch.weight"].flatten(1)
-    size: Any = about.image_size if about is not None else model.patch_embed.img_size
-    high, wide = size if isinstance(size, Sequence) else (size, size)
-    patches = (high // patch[0]) * (wide // patch[1])
-    first = [found.pop(name)[0] for name in ("cls_token", "reg_token") if name in found]
-    prefix = torch.cat(first) if first else position[:0]
-    places = position[: len(position) - patches]  # those of tokens before the patches, where they have any
-    found["position"] = position[len(places) :]
-    if len(prefix):
-        found["prefix"] = prefix + F.pad(places, (0, 0, 0, len(prefix) - len(places)))
-    pool: Any = "token" if about is not None else model.global_pool
-    pooling = "mean" if pool == "avg" else "class"
-    layers = 1 + max(int(name.split(".")[1]) for name in found if name.startswith("layers."))
-    block: Any = blocks[0] if blocks is not None else None
-    heads, eps = (about.num_attention_heads, about.layer_norm_eps) if about else (block.attn.num_heads, block.norm1.eps)
-    act = about.hidden_act if about else repr(block.mlp.act)
-    sides = {"image": f"{high}x{wide}", "patch": f"{patch[0]}x{patch[1]}", "channels": channels}
-    shape = {"dim": dim, "layers": layers, "heads": heads, "hidden": len(found["layers.0.ffn.up.bias"])}
-    registers = max(0, len(prefix) - (pooling == "class"))
-    ends = {"pooling": pooling, "registers": registers, "classes": len(found["head.weight"])}
-    config = ViTConfig(**sides, **shape, **ends, norm_eps=eps, pattern="dense")  # type: ignore[arg-type]
+def _complete(theirs: Pretrained) -> None:
+    """Add the biases that a model does not have, as zeros; refuse one whose weights are not those of a ViT of ours."""
+    weights = theirs.weights
     with torch.device("meta"):
-        known = ViT(config).state_dict()
-    shapes, wanted = ({(name, each.shape) for name, each in of.items()} for of in (found, known))
-    odd = sorted(n for n, _ in shapes ^ wanted if n not in ("pixel_mean", "pixel_std")) + [act] * (act not in _GELU)
-    early = ["a norm before its mean"] * (pool == "avg" and "fc_norm.weight" not in model.state_dict())
-    early += ["class and registers in its mean"] * (pool == "avg" and getattr(model, "pool_include_prefix", False))
-    # Blocks with the same weights may have another order, as ResPostBlock of timm has.
-    early += [type(each).__name__ for each in blocks or () if type(each).__name__ != "Block"]
-    if odd := [f"global_pool={pool!r}"] * (pool not in ("token", "avg")) + early + odd:
-        raise InvalidValueError(f"a {type(model).__name__} with {odd[0]} is more or less than a plain ViT: give one")
-    return found, config
+        known = ViT(theirs.config).state_dict()
+    for name, each in known.items():
+        if name.endswith(".bias") and name not in weights:
+            weights[name] = weights["position"].new_zeros(each.shape)
+    shapes, wanted = ({(name, each.shape) for name, each in of.items()} for of in (weights, known))
+    if odd := sorted(name for name, _ in shapes ^ wanted if name not in ("pixel_mean", "pixel_std")):
+        raise not_plain(theirs.kind, odd[0])

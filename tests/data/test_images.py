@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from depthgate.data.images import Shuffled, _fitted, augmented, chance, open_images, read_folder, some_of
+from depthgate.data.images import Shuffled, _fitted, _randaugment, augmented, chance, open_images, read_folder, some_of
 from depthgate.errors import DepthgateError, DepthgateWarning
 from depthgate.vision import ImagesConfig, ViTConfig
 
@@ -165,8 +165,24 @@ def test_files_of_mnist(tmp_path):
         path.rename(tmp_path / "labels")
     for path in tmp_path.glob("t10k*"):
         path.unlink()
-    with pytest.raises(DepthgateError, match="has train_images: it must have x and y, or x_train, y_train"):
+    with pytest.raises(DepthgateError, match="has train images without labels, or labels without images"):
         open_images(str(tmp_path))
+
+
+@pytest.mark.parametrize("lacks", ["x_test", "y_test"])
+def test_a_part_of_what_is_held_out_is_refused(tmp_path, lacks):
+    arrays = {"x_train": PIXELS, "y_train": LABELS, "x_test": PIXELS, "y_test": LABELS}
+    del arrays[lacks]
+    with pytest.raises(DepthgateError, match="has test images without labels, or labels without images"):
+        open_images(saved(tmp_path, **arrays))
+
+
+def test_pages_show_some_images_of_each_part_of_a_folder(tmp_path):
+    for name in (f"{part}/{n:02}.png" for part in "abc" for n in range(9)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / name)
+    names = read_folder(str(tmp_path), (4, 4), 3, 6)[0]
+    assert [name[0] for name in names] == ["a", "a", "b", "b", "c", "c"]
 
 
 def test_corrupt_images_are_named_and_skipped_if_asked(tmp_path):
@@ -333,6 +349,40 @@ def test_chance_is_uniform_and_its_streams_are_apart():
         assert abs(float(each.var()) - 1 / 12) < 0.002
         assert abs(float(torch.corrcoef(torch.stack((each[1:], each[:-1])))[0, 1])) < 0.03
     assert abs(float(torch.corrcoef(torch.stack((one, two)))[0, 1])) < 0.03
+
+
+def colours(x, change, by):
+    """One change of colour, by a factor."""
+    if change == 5:
+        return (x * by).clamp(max=1)
+    centre = x.mean() if change == 6 else x.mean(0, keepdim=True)
+    return (centre + by * (x - centre)).clamp(0, 1)
+
+
+@pytest.mark.parametrize("picked", [(5, 5), (6, 6), (7, 7), (5, 6), (6, 5), (5, 7), (7, 6), (7, 0)])
+def test_changes_of_colour_follow_one_another(picked):
+    """Brightness, contrast, colour: each changes what the one before has made, twice if it is drawn twice."""
+    signs, sizes = [(-1, -1), (-1, 1), (1, -1), (1, 1)], (1.0, 0.7)
+    x = torch.rand(4, 3, 5, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def draw(stream):
+        turn, what = stream % 10, stream // 10
+        values = {
+            1: [(picked[turn] + 0.5) / 10] * 4,
+            2: [0.25 if of[turn] < 0 else 0.75 for of in signs],
+            3: [2 * sizes[turn] - 1] * 4,
+        }
+        return torch.tensor(values.get(what, [0.0] * 4), dtype=torch.float64)
+
+    found, _ = _randaugment(x, torch.eye(3, dtype=torch.float64).expand(4, 3, 3), draw, 1.0)
+    for image, sign, got in zip(x, signs, found, strict=True):
+        factors = dict.fromkeys((5, 6, 7), 1.0)
+        for change, s, size in zip(picked, sign, sizes, strict=True):
+            factors[change] = factors.get(change, 1.0) * (1 + 0.9 * s * size)
+        for change in (5, 6, 7):
+            image = colours(image, change, factors[change])
+        assert (got - image).abs().max() < 1.01 / 255  # values of bytes
+    assert found.amax((1, 2, 3)).min() > 0  # none is black
 
 
 def changed(seed=0, count=64, **options):

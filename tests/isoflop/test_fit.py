@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from depthgate.isoflop import fit, grid
 from depthgate.isoflop.config import baseline
+from depthgate.isoflop.sentences import in_words
 
 
 def curve(cells):
@@ -219,6 +221,18 @@ def test_a_saving_beyond_the_smallest_model_is_a_bound():
         made += [{**row, "loss_causal": row["loss_causal"] + draw.gauss(0, 1e-4)} for row in found]
     found = {each.variant: each for each in fit.verdicts(fit.curves(made))}
     assert (found["mode"].forward_at_least, found["mod"].forward_at_least) == (True, False)
+
+
+def test_a_curve_that_does_not_reach_dense_saves_nothing_whatever_others_drawn_around_it_do():
+    found = {}
+    for name, best in (("dense", 2.0), ("mod", 2.001)):
+        fits = torch.tensor([[math.log(4e6), best, 0.02]], dtype=torch.float64).repeat(1 + fit.DRAWS, 1)
+        if name == "mod":
+            fits[1:, 1] = 1.5
+        found[name] = fit.Curve(rows(name, 1e15, bowl(4e6, best, 0.02)), fits, 9)
+    verdict = fit._verdict(found["dense"], found["mod"], [found["mod"]])
+    assert (verdict.forward_at_least, math.isnan(verdict.forward_saving)) == (False, True)
+    assert "no size of it reaches dense's best loss" in in_words(replace(verdict, gain_interval=(-0.01, -0.001)))
 
 
 def test_no_saving_is_claimed_where_losses_do_not_fall_or_lie_too_far():

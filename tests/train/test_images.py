@@ -149,7 +149,7 @@ def test_pages_of_folders_leave_out_what_is_no_image(tmp_path, data, capsys):
     view = ["view", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'a.html'}", f"--images={tmp_path / 'pictures'}"]
     with pytest.warns(DepthgateWarning, match=r"a\.png is not an image"):
         assert main(view) == 2
-    assert "whose first 1 files are no images" in capsys.readouterr().err
+    assert "none of 1 files in it is an image" in capsys.readouterr().err
     wanted = ["b.png", "cat/b.png", *(f"dog{'x' * 90}{c}{'x' * 90}/b.png" for c in "yz")]  # alike, once cut to be shown
     for name in wanted:
         (tmp_path / "pictures" / name).parent.mkdir(exist_ok=True)
@@ -192,6 +192,27 @@ def test_a_pretrained_model_is_trained_on(tmp_path, data, capsys):
     assert main(["train", *options, f"--data={grey}", f"--out={tmp_path / 'other'}"]) == 2
     assert f"{grey} has 1 channels, " in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
+
+
+def test_a_pretrained_model_stays_dense_and_keeps_what_it_knows_of_classes(tmp_path, data, capsys):
+    """Unless a pattern is asked for. Its classes, in another order, are found again by their names."""
+    from transformers import ViTConfig as Shape
+    from transformers import ViTForImageClassification
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+    for names, told in ((["green", "red"], False), (["cat", "dog"], True)):
+        model = ViTForImageClassification(Shape(**shape, image_size=12, patch_size=4, id2label=dict(enumerate(names))))
+        torch.nn.init.constant_(model.classifier.bias[:1], 9.0)
+        model.save_pretrained(tmp_path / names[0])
+        options = ["--task=images", f"--data={data}", f"--pretrained={tmp_path / names[0]}", "--lr=1e-9", "--steps=1"]
+        assert main(["train", *options, f"--out={tmp_path / f'of {names[0]}'}"]) == 0
+        assert ("tells other classes apart" in capsys.readouterr().err) == told
+        vit = dg.load(tmp_path / f"of {names[0]}")
+        assert (set(vit.config.kinds), vit.names) == ({"dense"}, ["red", "green"])
+        assert [round(bias) for bias in vit.head.bias.tolist()] == ([0, 0] if told else [0, 9])
+    options = ["--task=images", f"--data={data}", f"--pretrained={tmp_path / 'of green'}", "--steps=1", "--lr=1e-9"]
+    assert main(["train", *options, "--model.pattern=soft_moe", f"--out={tmp_path / 'own'}"]) == 0
+    assert dg.load(tmp_path / "own").config.kinds == ("dense", "soft_moe")
 
 
 def test_evaluation_needs_no_image_of_every_class(tmp_path, capsys):

@@ -119,6 +119,10 @@ def _split(path: Path, arrays: dict[str, Any], split: str, size: _Size, skip: bo
         stored, offset, label = (arrays.get(f"{split}_{name}") for name in ("jpeg", "offset", "label"))
         return _packed(path, stored, offset, label, size, skip)
     x, y = (next((arrays[n] for each in names if (n := each.format(split)) in arrays), None) for names in _NAMES)
+    if (x is None) != (y is None) or f"{split}_offset" in arrays:
+        raise DepthgateError(
+            f"{path} has {split} images without labels, or labels without images: give both, or neither"
+        )
     return None if x is None or y is None else _pair(path, x, y)
 
 
@@ -200,15 +204,15 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_folder(folder: str, size: tuple[int, int], channels: int, most: int) -> tuple[list[str], Tensor]:
-    """Names in a folder and pixels (N, channels, height, width) of its first images, whatever their classes; files that
-    are no images are left out, with a warning."""
-    files = image_files(Path(folder))[:most]
-    if not files:
+    """Names in a folder and pixels (N, channels, height, width) of `most` of its images at most, some of each part of
+    it; files that are not images are left out, with a warning."""
+    if not (found := image_files(Path(folder))):
         raise DepthgateError(f"images is {folder}, which holds no images: give a folder of some")
+    files = [found[i] for i in some_of(len(found), most).tolist()]
     opened = [(str(path), partial(path.open, "rb")) for path in files]
     pixels, kept = _decoded(opened, torch.arange(len(files)), size, True)
     if not len(kept):
-        raise DepthgateError(f"images is {folder}, whose first {len(files)} files are no images: remove them")
+        raise DepthgateError(f"images is {folder}, and none of {len(files)} files in it is an image: remove them")
     grey = pixels.float().mean(1, keepdim=True).round().to(torch.uint8)
     return [str(files[i].relative_to(folder)) for i in kept], grey if channels == 1 else pixels
 
@@ -329,19 +333,26 @@ def _randaugment(x: Tensor, geometry: Tensor, draw: Callable[..., Tensor], stren
         sign.append(torch.where(draw(20 + turn) < 0.5, -1.0, 1.0))
         size.append(strength * (0.5 + 0.5 * draw(30 + turn)))
 
-    def amount(change: int, most: float, signed: bool = True) -> Tensor:
-        each = [torch.where(p == change, m * s if signed else m, 0.0) for p, m, s in zip(pick, size, sign, strict=True)]
-        return most * (each[0] + each[1])
+    def amounts(change: int, most: float) -> list[Tensor]:
+        return [torch.where(p == change, most * m * s, 0.0) for p, m, s in zip(pick, size, sign, strict=True)]
 
-    angle, none, one = amount(0, 0.7), torch.zeros_like(draw(0)), torch.ones_like(draw(0))
+    def amount(change: int, most: float) -> Tensor:
+        return sum(amounts(change, most), none)
+
+    def factor(change: int) -> Tensor:
+        one, other = amounts(change, 0.9)
+        return ((1 + one) * (1 + other))[:, None, None, None]
+
+    none, one = torch.zeros_like(draw(0)), torch.ones_like(draw(0))
+    angle = amount(0, 0.7)
     shape = x.shape[2] / x.shape[3]  # places in images go from -1 to 1 on both sides
     turned = _matrix(angle.cos(), -shape * angle.sin(), none, angle.sin() / shape, angle.cos(), none)
     sheared = _matrix(one, amount(1, 0.4), amount(3, 0.5), amount(2, 0.4), one, amount(4, 0.5))
-    factor = [1 + amount(change, 0.9)[:, None, None, None] for change in (5, 6, 7)]
-    grey, level = x.mean(1, keepdim=True), x.mean((1, 2, 3), keepdim=True)
-    x = level + factor[1] * (x * factor[0] - level)
-    x = (grey + factor[2] * (x - grey)).clamp(0, 1)
-    x = torch.where(x > 1 - amount(8, 1.0, signed=False)[:, None, None, None], 1 - x, x)
+    x = (x * factor(5)).clamp(max=1)
+    x = torch.lerp(x.mean((1, 2, 3), keepdim=True), x, factor(6)).clamp(0, 1)
+    x = torch.lerp(x.mean(1, keepdim=True), x, factor(7)).clamp(0, 1)
+    above = 1 - torch.stack(amounts(8, 1.0)).abs().amax(0)[:, None, None, None]
+    x = torch.where(x > above, 1 - x, x)
     levels = torch.where((pick[0] == 9) | (pick[1] == 9), 2 ** (8 - 6 * strength), 256.0)[:, None, None, None]
     return (x * levels).floor().clamp(max=levels - 1) / (levels - 1), geometry @ turned @ sheared
 

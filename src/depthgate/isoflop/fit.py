@@ -306,7 +306,7 @@ def _verdict(dense: Curve, mine: Curve, budgets: Sequence[Curve]) -> Verdict:
     first, last = math.log(budgets[0].budget * 0.999), math.log(budgets[-1].budget * 1.001)
     return Verdict(
         *(mine.budget, mine.variant, "", *_figure(1 - low / d_low), *_figure(saving)),
-        bool(smaller[0]) or float(smaller[1:].double().mean()) > 1 - _ENOUGH,
+        bool(smaller[0]) or (not as_good[0].isnan() and float(smaller[1:].double().mean()) > 1 - _ENOUGH),
         1 - math.exp(reached) / mine.budget,
         extrapolated=not (math.isnan(reached) or first <= reached <= last),
         no_interval=dense.no_interval or mine.no_interval,

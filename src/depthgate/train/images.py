@@ -4,16 +4,19 @@ import math
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from depthgate.checkpoint.store import CONFIG
 from depthgate.data.batches import Rows
 from depthgate.data.images import Images, Shuffled, augmented, chance, open_images, some_of
 from depthgate.device import ALONE, World, resolve_device
 from depthgate.errors import DepthgateError
 from depthgate.flops import training_flops
+from depthgate.loading import is_hugging_face, load
 from depthgate.recipes import images_config
 from depthgate.routing import Groups, Plans, depth_plans, load_balance, routed_share, z_loss
 from depthgate.train import optim, run_folder
@@ -71,7 +74,9 @@ def _begun(config: ImagesConfig) -> ViT:
         return ViT(config.model)
     preset, given = vars(images_config(config.preset).model), vars(config.model).items()
     asked = {name: each for name, each in given if each is not None and (name not in SHAPE or each != preset[name])}
-    return ViT.from_pretrained(config.pretrained, **asked).float().train()
+    folder = Path(config.pretrained)
+    ours = folder.is_dir() and not is_hugging_face(folder) and (folder / CONFIG).exists()
+    return ViT.from_pretrained(load(folder) if ours else folder, **asked).float().train()
 
 
 def _decays(name: str, weight: Tensor) -> bool:
@@ -87,6 +92,8 @@ class Classification:
         self.config, self.goal, self.capacity = config, config.model.capacity, config.model.capacity
         torch.manual_seed(config.seed)
         model, (N, _, *size) = _begun(config), images.pixels.shape
+        if not model.begin_head(images.names) and world.first:
+            print(f"{config.pretrained} tells other classes apart: its head begins with zeros", file=sys.stderr)
         if config.pretrained is None:
             wide = images.pixels[some_of(N, 1 + 2**24 // math.prod(size))].float() / 255
             model.pixel_mean.copy_(wide.mean((0, 2, 3)))
@@ -126,7 +133,7 @@ def surviving(number: Tensor, config: ImagesConfig) -> Tensor | None:
     if not config.drop_path:
         return None
     layers = config.model.layers
-    drop = [config.drop_path * layer / max(1, layers - 1) for layer in range(layers)]
+    drop = [config.drop_path * (layer / (layers - 1) if layers > 1 else 1) for layer in range(layers)]
     return torch.stack([(chance(number, config.seed, 100 + i) >= p) / (1 - p) for i, p in enumerate(drop)])
 
 
