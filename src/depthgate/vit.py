@@ -124,17 +124,13 @@ class ViT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: Any, **changes: Any) -> Self:
-        """A pretrained ViT of timm or of transformers, a module or the folder of a transformers model, or a dense one of
-        ours, as one of ours.
-        With other values of ViTConfig, such as pattern="moe", it is upcycled: experts start as copies of the MLP, so
-        that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers do for equal tokens.
+        """A ViT from a pretrained one of timm or transformers (a module, or the folder of a transformers model), or from
+        a dense one of ours. With other values of ViTConfig, such as pattern="moe", it is upcycled: experts start as
+        copies of the MLP, so that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers
+        do for equal tokens.
         For another `image` its positions are stretched; for another number of `classes` it has a new head, of zeros."""
-        own = isinstance(source, ViT)
-        theirs = source.as_pretrained() if own else pretrained(source)
-        weights, config = theirs.weights, theirs.config
-        if not own:
-            _complete(theirs)
-        config = replace(config, expert_hidden=config.hidden)
+        theirs = source._as_pretrained() if isinstance(source, ViT) else _complete(pretrained(source))
+        weights, config = theirs.weights, replace(theirs.config, expert_hidden=theirs.config.hidden)
         asked = replace(config, **changes)
         for name in ("patch_size", *SHAPE[1:]):
             if getattr(asked, name) != getattr(config, name):
@@ -164,7 +160,7 @@ class ViT(nn.Module):
         vit.names = names or vit.names
         return vit.eval()
 
-    def as_pretrained(self) -> Pretrained:
+    def _as_pretrained(self) -> Pretrained:
         """This model as one that another may begin from: a dense one, whose experts will be copies of its MLPs."""
         if set(self.config.kinds) != {"dense"}:
             raise InvalidValueError(f"the model has layers of {self.config.pattern}: only a dense one can be upcycled")
@@ -328,8 +324,8 @@ _SIZES = ("dim", "layers", "heads", "hidden", "expert_hidden")
 SHAPE = ("patch", "channels", "stem", *_SIZES, "pooling", "registers", "norm_eps")
 
 
-def _complete(theirs: Pretrained) -> None:
-    """Add the biases that a model does not have, as zeros; refuse one whose weights are not those of a ViT of ours."""
+def _complete(theirs: Pretrained) -> Pretrained:
+    """A model with zeros for the biases that it does not have; refused where its weights are not a ViT's of ours."""
     weights = theirs.weights
     with torch.device("meta"):
         known = ViT(theirs.config).state_dict()
@@ -339,3 +335,4 @@ def _complete(theirs: Pretrained) -> None:
     shapes, wanted = ({(name, each.shape) for name, each in of.items()} for of in (weights, known))
     if odd := sorted(name for name, _ in shapes ^ wanted if name not in ("pixel_mean", "pixel_std")):
         raise not_plain(theirs.kind, odd[0])
+    return theirs
