@@ -124,7 +124,7 @@ class ViT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, source: Any, **changes: Any) -> Self:
-        """A ViT from a pretrained one of timm or transformers (a module, or the folder of a transformers model), or from
+        """A ViT from a pretrained one of timm or transformers (a module, or the folder of a transformers model) or from
         a dense one of ours. With other values of ViTConfig, such as pattern="moe", it is upcycled: experts start as
         copies of the MLP, so that moe layers (and mod layers of capacity 1) compute what it did, and soft_moe layers
         do for equal tokens.

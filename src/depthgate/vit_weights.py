@@ -114,9 +114,9 @@ def _theirs(model: Any) -> tuple[dict[str, Tensor], ViTConfig]:
     for name in [name for name in found if re.fullmatch(r"layers\.\d+\.ls[12]\.gamma", name)]:  # timm's layer scale
         writes = name.replace("ls1.gamma", "attention.out").replace("ls2.gamma", "ffn.down")
         scale = found.pop(name)
-        for part, shape in ((f"{writes}.weight", (-1, 1)), (f"{writes}.bias", (-1,))):
+        for part, axes in ((f"{writes}.weight", (-1, 1)), (f"{writes}.bias", (-1,))):
             if part in found:
-                found[part] = found[part] * scale.view(shape)
+                found[part] = found[part] * scale.view(axes)
     (dim, channels, *patch), position = found["patch.weight"].shape, found["position"][0]
     found["patch.weight"] = found["patch.weight"].flatten(1)
     size: Any = about.image_size if about is not None else model.patch_embed.img_size
