@@ -85,8 +85,8 @@ def sync(path: Path) -> None:
 
 def is_hub_name(name: str) -> bool:
     """True for what may name a model on the hub (owner/name), and is not a path of this machine."""
-    path, odd = Path(name), name.startswith((".", "/", "~"))
-    return name.count("/") == 1 and not odd and not path.exists() and not path.parent.exists()
+    odd = name.startswith((".", "/", "~"))
+    return name.count("/") == 1 and not odd and not os.path.exists(name) and not os.path.exists(Path(name).parent)
 
 
 def not_a_folder(name: str, remedy: str) -> DepthgateError:

@@ -1,6 +1,7 @@
 """Training and evaluation of vision transformers, in the one loop of all runs."""
 
 import math
+import os
 import sys
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -75,7 +76,7 @@ def _begun(config: ImagesConfig) -> ViT:
     preset, given = vars(images_config(config.preset).model), vars(config.model).items()
     asked = {name: each for name, each in given if each is not None and (name not in SHAPE or each != preset[name])}
     folder = Path(config.pretrained)
-    ours = folder.is_dir() and not is_hugging_face(folder) and (folder / CONFIG).exists()
+    ours = os.path.exists(folder / CONFIG) and not is_hugging_face(folder)
     return ViT.from_pretrained(load(folder) if ours else folder, **asked).float().train()
 
 
