@@ -27,7 +27,7 @@ def required(about: str) -> Any:
 
 
 def _check_name(value: Any, name: str, about: str) -> None:
-    """An empty name would be that of the current folder."""
+    """Refuse an empty name, which would mean the current folder."""
     if value == "":
         raise InvalidValueError(f"{name} is empty: give the {about.partition('. ')[0]}")
 
